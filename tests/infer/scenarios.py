@@ -1,5 +1,8 @@
 """Random requests for a scheduler."""
 
+import dataclasses
+
+from axcore.infer.host_pool import HostLimits
 from axcore.infer.requests import Request, SamplingOptions
 from axcore.infer.scheduler import SchedulerLimits
 
@@ -52,3 +55,21 @@ def random_scenario(rng, max_requests=24, **changes):
         "is_late": rng.choice([True, False, False]),
     }
     return Scenario(**scenario | changes)
+
+
+def random_host(rng, scenario):
+    """The scenario with host memory. Some of its prompts were computed by another device, or are for another."""
+    has_pages = scenario.num_pages is not None
+    shares_prefixes = rng.random() < 0.7
+    num_slots = None if has_pages and shares_prefixes else rng.randint(0, 5)
+    host = HostLimits(rng.randint(0, 40) if has_pages else 0, num_slots, offloads_preempted=rng.random() < 0.8)
+    arrivals = list(scenario.arrivals)
+    for at, arrival in enumerate(arrivals):
+        if rng.random() < 0.2:
+            arrivals[at] = dataclasses.replace(arrival, is_imported=True)
+        elif rng.random() < 0.2:
+            options = dataclasses.replace(arrival.request.options, max_tokens=1, min_tokens=0)
+            arrivals[at] = dataclasses.replace(
+                arrival, request=dataclasses.replace(arrival.request, options=options), is_exported=True
+            )
+    return dataclasses.replace(scenario, arrivals=tuple(arrivals), host=host, shares_prefixes=shares_prefixes)

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from axcore.infer.pages import PagePool
-from axcore.infer.rows import Rows
+from axcore.infer.rows import CachedPrefix, Rows
 from axcore.infer.scheduler import Scheduler, Sequence
 
 from .fake_device import Simulation
@@ -80,7 +80,7 @@ class PublishesPagesThatAreNotFull(Rows):
 class SharesThePageOfTheLastToken(Rows):
     def lookup(self, sequence):
         super().lookup(sequence)
-        return self.pool.match(sequence.keys), None
+        return CachedPrefix(self.pool.match(sequence.keys), [])
 
 
 class KeepsSlots(Rows):
@@ -92,9 +92,9 @@ class KeepsSlots(Rows):
 
 
 class ResumesWhereItWasPreempted(Scheduler):
-    def _preempt(self, sequence):
+    def _preempt(self, sequence, **options):
         num_computed = sequence.num_computed
-        super()._preempt(sequence)
+        super()._preempt(sequence, **options)
         sequence.num_computed = num_computed
 
     def _start(self, sequence, cached, step):
@@ -105,9 +105,9 @@ class ResumesWhereItWasPreempted(Scheduler):
 
 
 class DropsTokensInFlight(Scheduler):
-    def _preempt(self, sequence):
+    def _preempt(self, sequence, **options):
         sequence.num_pending = 0
-        super()._preempt(sequence)
+        super()._preempt(sequence, **options)
 
 
 class ForgetsPagesOfCancelled(Scheduler):

@@ -7,6 +7,9 @@ from axcore.infer.decoder import Decoder, Step
 from axcore.infer.engine import Engine, EngineStats
 from axcore.infer.generate import Generator, generate
 from axcore.infer.grammar import Grammar, GrammarCompiler, GrammarMatcher
+from axcore.infer.handover import Handover, Prefill
+from axcore.infer.handover_file import read_handover, write_handover
+from axcore.infer.remote_prefill import PrefillServer, RemotePrefill
 from axcore.infer.requests import FinishReason, Piece, Request, SamplingOptions, TokenLogprob
 from axcore.infer.streams import Stream
 
@@ -22,13 +25,19 @@ __all__ = [
     "Grammar",
     "GrammarCompiler",
     "GrammarMatcher",
+    "Handover",
     "Piece",
+    "Prefill",
+    "PrefillServer",
+    "RemotePrefill",
     "Request",
     "SamplingOptions",
     "Step",
     "Stream",
     "TokenLogprob",
     "generate",
+    "read_handover",
+    "write_handover",
 ]
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence as Many
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import numpy as np
 from jaxtyping import Float
 
 from axcore import config
-from axcore.config import REQUIRED, AxcoreError, ConfigError, PositiveInt
+from axcore.config import REQUIRED, AxcoreError, ConfigError, NonNegativeInt, PositiveInt
 from axcore.config.types import conforms
 from axcore.infer.adapters import Adapters
 from axcore.infer.beams import Beam, BeamOptions, BeamSearch
@@ -19,7 +19,9 @@ from axcore.infer.buckets import Buckets
 from axcore.infer.decoder import Decoder
 from axcore.infer.embeddings import normalized
 from axcore.infer.grammar import GrammarCompiler
-from axcore.infer.guide import Grammars
+from axcore.infer.guide import Grammars, Guide
+from axcore.infer.handover import DeliverHandover, HandedOver, Handover, Prefill, model_identity
+from axcore.infer.host_pool import HostLimits
 from axcore.infer.loaded_adapters import LoadedAdapters
 from axcore.infer.loop import EngineLoop
 from axcore.infer.pages import PagePool, PageUsage
@@ -31,6 +33,7 @@ from axcore.infer.scheduler import Scheduler, SchedulerLimits
 from axcore.infer.speculation import Drafter, Target, keeping_hidden_states
 from axcore.infer.streams import Deliver, Stream, pieces_of
 from axcore.infer.text import TextStream
+from axcore.infer.transfers import RowState, StateLayout, Transfers, host_limits
 from axcore.module import Layer
 from axcore.nn import ContiguousCache, KVCache
 from axcore.parallel import Layout
@@ -53,6 +56,9 @@ class EngineStats(NamedTuple):
         accepted_tokens: those of them that the model samples, too.
         compiled: programs compiled so far.
         pages: the pages of the caches; None: they have none.
+        host_pages: the pages in host memory; None: there are none.
+        offloaded: how often the state of a preempted sample was copied to host memory, instead of being computed again.
+        bytes_to_host, bytes_to_device: decoding state that was copied so far.
     """
 
     running: int
@@ -66,6 +72,10 @@ class EngineStats(NamedTuple):
     accepted_tokens: int
     compiled: int
     pages: PageUsage | None
+    host_pages: PageUsage | None = None
+    offloaded: int = 0
+    bytes_to_host: int = 0
+    bytes_to_device: int = 0
 
 
 class Engine(config.Configurable):
@@ -87,6 +97,8 @@ class Engine(config.Configurable):
         eos_ids: the tokens that end a sample.
         layout: the mesh and rules; None: a single device.
         draft_model: a smaller model with the same token ids, for `speculation=DraftModel.Config()`.
+        prefill: computes the prompts, and hands their decoding state over to this engine (disaggregated prefill); None:
+            this engine does. Embeddings, and preempted samples without saved state, are computed here.
     """
 
     class Config(config.Config):
@@ -105,6 +117,11 @@ class Engine(config.Configurable):
         """Room for adapters, which requests choose by name, such as that of axcore-lora; None: no adapters."""
         prefix_caching: bool | None = None
         """Whether prompts share the pages of equal prefixes; None: if all caches of the model have pages."""
+        preemption: Literal["recompute", "offload"] = "recompute"
+        """What happens to the decoding state of a sample that loses its row to another: it is computed again, or copied
+        to host memory and back. Without room in `host_cache_bytes`, it is computed again."""
+        host_cache_bytes: NonNegativeInt = 0
+        """Host memory for the decoding state of preempted samples, and for prefixes that leave the page pool."""
         speculation: Drafter.Config | None = None
         """What proposes drafts, which the model verifies several at a time; None: a token of each row in each step."""
         grammars: GrammarCompiler.Config | None = None
@@ -131,8 +148,11 @@ class Engine(config.Configurable):
         *,
         eos_ids: Iterable[int] = (),
         layout: Layout | None = None,
+        prefill: Prefill | None = None,
         draft_model: Layer | None = None,
     ):
+        self._identity, self._prefill = model_identity(model), prefill
+        self._in_prefill: set[HandedOver] = set()
         self._adapters = None if cfg.adapters is None else cfg.adapters.build()
         decoder, params, state = Decoder.of(
             model,
@@ -169,9 +189,12 @@ class Engine(config.Configurable):
             if tokenizer is None:
                 raise ConfigError("engine.grammars requires a tokenizer. Give the engine one, or set grammars to None")
             self._grammars = Grammars(cfg.grammars, tokenizer, self.vocab_size, self.eos_ids)
-        runner = Runner(self._programs, buckets, self.eos_ids, num_drafts)
+        kept = StateLayout(decoder, state)
+        host = _host_limits(cfg, kept, shares_prefixes=self._pool is not None and self._pool.shares_prefixes)
+        self._transfers = Transfers(self._programs, kept, host)
+        runner = Runner(self._programs, self._transfers, buckets, self.eos_ids, num_drafts)
         limits = SchedulerLimits(cfg.max_rows, cfg.max_len, cfg.step_tokens, chunk_multiple=buckets.part or 1)
-        self._scheduler = Scheduler(limits, self._pool)
+        self._scheduler = Scheduler(limits, self._pool, host)
         self._loop = EngineLoop(self._scheduler, runner, self._programs.free, self.eos_ids, self._loaded, self._drafter)
 
     def __enter__(self) -> Self:
@@ -206,16 +229,22 @@ class Engine(config.Configurable):
         scheduler, pool, counters = self._scheduler, self._pool, self._loop.counters
         return EngineStats(
             running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
+            waiting=scheduler.num_waiting + len(self._in_prefill),
             preempted=scheduler.num_preempted,
+            offloaded=scheduler.host.num_offloaded,
             steps=counters.steps,
             tokens=counters.tokens,
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
             draft_tokens=counters.draft_tokens,
             accepted_tokens=counters.accepted_tokens,
-            compiled=self._programs.num_traced + (0 if self._drafter is None else self._drafter.num_traced),
+            compiled=self._programs.num_traced
+            + self._transfers.programs.num_traced
+            + (0 if self._drafter is None else self._drafter.num_traced),
             pages=None if pool is None else pool.usage,
+            host_pages=None if scheduler.host.pages is None else scheduler.host.pages.usage,
+            bytes_to_host=self._transfers.bytes_to_host,
+            bytes_to_device=self._transfers.bytes_to_device,
         )
 
     @property
@@ -337,11 +366,70 @@ class Engine(config.Configurable):
             AxcoreError: the engine is closed.
         """
         self.check(request)
-        text = None
-        if self.tokenizer is not None:
-            text = TextStream(self.tokenizer, prompt=request.ids, stop=request.options.stop)
-        guide = None if self._grammars is None else self._grammars.guide(request.options)
-        return self._loop.submit(request, deliver, text, guide, sample=sample)
+        if self._prefill is not None and request.pooling is None:
+            resume = functools.partial(self.resume, request, sample=sample)
+            handed = HandedOver(deliver, resume, self._in_prefill)
+            handed.start(functools.partial(self._prefill.export, request, sample=sample))
+            return handed.cancel
+        return self._loop.submit(request, deliver, self._text(request), self._guide(request), sample=sample)
+
+    def _text(self, request: Request) -> TextStream | None:
+        if self.tokenizer is None:
+            return None
+        return TextStream(self.tokenizer, prompt=request.ids, stop=request.options.stop)
+
+    def _guide(self, request: Request) -> Guide | None:
+        return None if self._grammars is None else self._grammars.guide(request.options)
+
+    def export(self, request: Request, deliver: DeliverHandover, *, sample: int = 0) -> Callable[[], None]:
+        """Computes the prompt of a request and its first token, for another engine that continues it with `resume`.
+
+        Args:
+            request: the prompt and the options. Stop strings are left to the other engine.
+            deliver: receives the handover. Its arrays are on the devices of this engine.
+            sample: see `submit`.
+
+        Returns:
+            A function that cancels the request.
+
+        Raises:
+            ConfigError: the prompt does not fit; see `check`.
+            AxcoreError: the engine is closed.
+        """
+        options = request.options
+        first = dataclasses.replace(options, max_tokens=1, min_tokens=min(options.min_tokens, 1), stop=())
+        request = dataclasses.replace(request, options=first)
+        self.check(request)
+
+        def exported(piece: Piece, state: RowState) -> None:
+            logprob = piece.logprobs[0] if piece.logprobs else None
+            deliver(Handover(self._identity, request.ids + piece.ids, state, logprob, piece.prompt_logprobs))
+
+        return self._loop.submit(request, deliver, None, self._guide(request), sample=sample, export=exported)
+
+    def resume(self, request: Request, handover: Handover, deliver: Deliver, *, sample: int = 0) -> Callable[[], None]:
+        """Continues a request whose prompt another engine has computed. It delivers the first token, too.
+
+        Args:
+            request: the request that was exported.
+            handover: what the other engine delivered.
+            deliver, sample: see `submit`.
+
+        Returns:
+            A function that cancels the request.
+
+        Raises:
+            ConfigError: the request does not fit, or the handover belongs to another request, another model, or an
+                engine with another cache.
+            AxcoreError: the engine is closed.
+        """
+        self.check(request)
+        handover.check(request, self._identity)
+        self._transfers.programs.layout.check(handover.state)
+        if not 0 <= handover.ids[-1] < self.vocab_size:
+            raise ConfigError(f"handover: token id {handover.ids[-1]} is not below {self.vocab_size}")
+        text, guide = self._text(request), self._guide(request)
+        return self._loop.submit(request, deliver, text, guide, sample=sample, handover=handover)
 
     def stream(self, request: Request, *, sample: int = 0) -> Stream:
         """Submits a request. Returns an iterator over the pieces of the sample; for errors see `submit`."""
@@ -476,6 +564,7 @@ class Engine(config.Configurable):
         *,
         prompt_logprobs: bool = False,
         embeddings: bool = False,
+        handovers: bool = False,
     ) -> None:
         """Compiles the programs of every bucket. Later requests compile only for many logit edits or log-probabilities.
 
@@ -483,6 +572,8 @@ class Engine(config.Configurable):
             methods: the sampling methods to compile.
             prompt_logprobs: whether to compile the programs that score prompts.
             embeddings: whether to compile the programs for embeddings.
+            handovers: whether to compile the programs for `export` and `resume`. Those that the config of the engine
+                or its `prefill` need are compiled anyway.
 
         Raises:
             ConfigError: `embeddings` is set, and the model has none.
@@ -496,6 +587,7 @@ class Engine(config.Configurable):
             prompt_logprobs=prompt_logprobs,
             embeddings=embeddings,
             grammars=self._grammars is not None,
+            transfers=handovers or self._prefill is not None or self.config.host_cache_bytes > 0,
         )
 
     def close(self) -> None:
@@ -531,6 +623,11 @@ def _check(cfg: Engine.Config, decoder: Decoder) -> None:
 def _check_speculation(cfg: Engine.Config, speculation: Drafter.Config, decoder: Decoder) -> None:
     count = speculation.num_speculative_tokens
     where = f"engine.speculation.num_speculative_tokens={count}"
+    if cfg.preemption == "offload" and speculation.reads_hidden_states:
+        raise ConfigError(
+            "engine.preemption='offload': engine.speculation reads the hidden states of all tokens, which a copy of "
+            "the decoding state lacks. Set preemption='recompute', or use another drafter"
+        )
     if cfg.prefix_caching and speculation.reads_hidden_states:
         raise ConfigError(
             "engine.prefix_caching=True: engine.speculation reads the hidden states of all tokens, which pages lack. "
@@ -546,3 +643,27 @@ def _check_speculation(cfg: Engine.Config, speculation: Drafter.Config, decoder:
             f"{where}: the model can drop at most {decoder.max_rollback} tokens of a row, such as rejected drafts. "
             f"{remedy}"
         )
+
+
+def _host_limits(cfg: Engine.Config, layout: StateLayout, *, shares_prefixes: bool) -> HostLimits:
+    """The number of pages and slots in host memory.
+
+    Raises:
+        ConfigError: it has no room or no use for any.
+    """
+    offloads = cfg.preemption == "offload"
+    if cfg.host_cache_bytes and not (offloads or shares_prefixes):
+        raise ConfigError(
+            f"engine.host_cache_bytes={cfg.host_cache_bytes} has no use, since the engine neither offloads preempted "
+            f"samples nor shares prefixes. Set preemption='offload', or host_cache_bytes=0"
+        )
+    limits = host_limits(layout, cfg.host_cache_bytes, max_rows=cfg.max_rows, offloads_preempted=offloads)
+    has_room = limits.num_slots != 0 and (limits.num_pages or not layout.pages)
+    if not has_room and (offloads or cfg.host_cache_bytes):
+        least = layout.page_bytes + (2 if layout.pages else 1) * layout.slot_bytes
+        raise ConfigError(
+            f"engine.host_cache_bytes={cfg.host_cache_bytes} has no room for decoding state, which takes "
+            f"{layout.page_bytes} bytes a page and {layout.slot_bytes} bytes a row. Set it to at least {least}, or "
+            f"preemption='recompute' and host_cache_bytes=0"
+        )
+    return limits

@@ -16,15 +16,17 @@ import numpy as np
 from axcore.config import AxcoreError, ConfigError
 from axcore.infer.embeddings import PooledStates
 from axcore.infer.guide import Guide
+from axcore.infer.handover import Handover
 from axcore.infer.loaded_adapters import LoadedAdapters
 from axcore.infer.requests import Piece, Request, TokenLogprob
 from axcore.infer.runner import Runner, SampledToken, Seed, StepInFlight
 from axcore.infer.sampling import Method, seed_words
 from axcore.infer.scheduler import Scheduler
-from axcore.infer.sequences import Plan, Sequence
+from axcore.infer.sequences import Plan, SavedState, Sequence
 from axcore.infer.speculation import Drafter, Drafts
 from axcore.infer.streams import Deliver
 from axcore.infer.text import TextStream
+from axcore.infer.transfers import RowState
 
 _logger = logging.getLogger(__name__)
 
@@ -82,6 +84,7 @@ class EngineLoop:
         self._scheduler, self._runner, self._free, self._eos_ids = scheduler, runner, free, eos_ids
         self._adapters = adapters
         self._samples: dict[int, _Sample] = {}
+        self._exports: dict[int, tuple[_Sample, Piece]] = {}  # samples that end when their state is read
         self._numbers = itertools.count()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._failure: BaseException | None = None
@@ -91,23 +94,43 @@ class EngineLoop:
         atexit.register(self.close)  # a thread that still calls JAX at exit may crash the process
 
     def submit(
-        self, request: Request, deliver: Deliver, text: TextStream | None, guide: Guide | None, *, sample: int
+        self,
+        request: Request,
+        deliver: Deliver,
+        text: TextStream | None,
+        guide: Guide | None,
+        *,
+        sample: int,
+        handover: Handover | None = None,
+        export: Callable[[Piece, RowState], None] | None = None,
     ) -> Callable[[], None]:
         """Queues a checked request. For the other arguments, the result and the errors see `Engine.submit`.
 
         Args:
             text: converts the tokens of the sample to text.
             guide: follows the grammar of the sample.
+            handover: the prompt and the first token, which another engine has computed.
+            export: receives the first token and the state of the prompt, in place of a call of `deliver`. The sample
+                ends with its first token.
         """
         sequence = Sequence(next(self._numbers), request, self._eos_ids)
         is_drafted = self._drafter is not None and request.pooling is None
-        sequence.needs_last_token = guide is not None or is_drafted
+        sequence.needs_last_token, sequence.is_exported = guide is not None or is_drafted, export is not None
         pooled = None if request.pooling is None else PooledStates(request.pooling)
-        new = _Sample(sequence, deliver, seed_words(request.options.seed, sample), text, guide, pooled)
-        self._put(functools.partial(self._add, new))
+        new = _Sample(sequence, deliver, seed_words(request.options.seed, sample), text, guide, pooled, export)
+        add = functools.partial(self._add, new)
+        self._put(add if handover is None else functools.partial(self._resume, new, handover))
         return lambda: self._inbox.put(functools.partial(self._cancel, sequence.id))
 
-    def warm_up(self, methods: tuple[Method, ...], *, prompt_logprobs: bool, embeddings: bool, grammars: bool) -> None:
+    def warm_up(
+        self,
+        methods: tuple[Method, ...],
+        *,
+        prompt_logprobs: bool,
+        embeddings: bool,
+        grammars: bool,
+        transfers: bool,
+    ) -> None:
         """See `Runner.warm_up`."""
         self.in_thread(
             functools.partial(
@@ -116,6 +139,7 @@ class EngineLoop:
                 prompt_logprobs=prompt_logprobs,
                 embeddings=embeddings,
                 grammars=grammars,
+                transfers=transfers,
             )
         )
         if self._drafter is not None:
@@ -175,6 +199,7 @@ class EngineLoop:
                 if flight is not None:
                     self._collect(flight)
                 flight = started
+                self._deliver_exports()
         except BaseException as error:
             self._failure = error
         with self._closing:
@@ -182,11 +207,12 @@ class EngineLoop:
         atexit.unregister(self.close)
         reason = "was closed" if self._failure is None else f"failed: {type(self._failure).__name__}: {self._failure}"
         self._read_inbox(wait=False)
-        for sample in list(self._samples.values()):
+        for sample in [*self._samples.values(), *(sample for sample, _ in self._exports.values())]:
             ended = AxcoreError(f"the engine {reason}")
             ended.__cause__ = self._failure
             self._send(sample, ended)
         self._samples.clear()
+        self._exports.clear()
         if self._drafter is not None:
             self._drafter.close()
         self._free()
@@ -197,19 +223,43 @@ class EngineLoop:
         while not self._inbox.empty():  # no other thread reads it
             self._inbox.get()()
 
-    def _add(self, sample: _Sample) -> None:
+    def _has_adapter(self, sample: _Sample) -> bool:
+        """Finds the adapter of a request. One that was unloaded since the request was checked ends the sample."""
         if (adapter := sample.sequence.request.adapter) is not None:
             try:
                 sample.sequence.adapter = self._adapters.find(adapter)
-            except ConfigError as error:  # it was unloaded since the request was checked
+            except ConfigError as error:
                 self._send(sample, error)
-                return
+                return False
+        return True
+
+    def _add(self, sample: _Sample) -> None:
+        if not self._has_adapter(sample):
+            return
         self._scheduler.add(sample.sequence)
         self._samples[sample.sequence.id] = sample
         self.counters.prompt_tokens += len(sample.sequence.request.ids)
 
+    def _resume(self, sample: _Sample, handover: Handover) -> None:
+        """Adds a sample whose prompt and first token are known, and delivers the token."""
+        if not self._has_adapter(sample):
+            return
+        sequence, scores = sample.sequence, handover.prompt_logprobs or ()
+        sequence.max_len = self._scheduler.max_len_of(sequence.request)
+        sequence.num_computed, sequence.num_cached = len(sequence.tokens), 0
+        sequence.extend(handover.ids[-1:])
+        if sequence.finish_reason is None:
+            # A sample that has to wait does not take memory of a device.
+            state = handover.state.on_host() if self._scheduler.num_waiting else handover.state
+            sequence.saved = SavedState(handover=state)
+            self._scheduler.add(sequence)
+        self._samples[sequence.id] = sample
+        sample.scores.update(enumerate(scores, 1))
+        self._deliver(sample, [SampledToken(handover.ids[-1], handover.logprob)])
+
     def _cancel(self, number: int) -> None:
         if self._scheduler.cancel(number):
+            self._runner.transfers.exported.pop(number, None)
             self._send(self._samples.pop(number), Piece((), finish_reason="cancelled"))
 
     def _drafts(self) -> Drafts:
@@ -219,7 +269,7 @@ class EngineLoop:
         return self._drafter.propose(sequences, {each.id: self._samples[each.id].seed for each in sequences})
 
     def _start(self, plan: Plan) -> StepInFlight:
-        self.counters.steps += 1
+        self.counters.steps += bool(plan.chunks)
         samples = {chunk.sequence.id: self._samples[chunk.sequence.id] for chunk in plan.chunks}
         return self._runner.start(
             plan,
@@ -291,7 +341,19 @@ class EngineLoop:
         if is_first and sequence.request.options.prompt_logprobs:
             scores = tuple(sample.scores[at] for at in range(1, len(sequence.request.ids)))
         ids = tuple(each.token for each in new)
-        self._send(sample, Piece(ids, text, logprobs, sequence.finish_reason, scores))
+        piece = Piece(ids, text, logprobs, sequence.finish_reason, scores)
+        if sample.export is not None:
+            self._exports[sequence.id] = sample, piece
+            return
+        self._send(sample, piece)
+
+    def _deliver_exports(self) -> None:
+        """Delivers the exports whose state was read."""
+        exported = self._runner.transfers.exported
+        for number in [number for number in self._exports if number in exported]:
+            (sample, piece), state = self._exports.pop(number), exported.pop(number)
+            assert sample.export is not None
+            self._call(sample, functools.partial(sample.export, piece, state))
 
     def _stop(self, sequence: Sequence) -> None:
         """Ends a sequence with its last token, which may also be the last one by its length."""
@@ -300,8 +362,11 @@ class EngineLoop:
 
     def _send(self, sample: _Sample, piece: Piece | AxcoreError) -> None:
         """Calls `deliver`. A sample whose `deliver` raises ends, and others go on."""
+        self._call(sample, functools.partial(sample.deliver, piece))
+
+    def _call(self, sample: _Sample, deliver: Callable[[], None]) -> None:
         try:
-            sample.deliver(piece)
+            deliver()
         except Exception:
             number = sample.sequence.id
             _logger.exception("deliver of sample %d raised an exception, so the sample ends", number)
@@ -325,5 +390,6 @@ class _Sample:
     text: TextStream | None
     guide: Guide | None
     pooled: PooledStates | None
+    export: Callable[[Piece, RowState], None] | None
     scores: dict[int, TokenLogprob] = dataclasses.field(default_factory=dict)
     """The log-probabilities of the prompt so far, by position."""

@@ -135,8 +135,12 @@ class Programs:
 
     @property
     def state(self) -> Tree:
-        """The decoding state after the last call. The next call deletes its arrays."""
+        """The decoding state. A program that takes it as a donated argument sets the new one."""
         return self._state
+
+    @state.setter
+    def state(self, state: Tree) -> None:
+        self._state = state
 
     def logits(self, call: ModelCall) -> Float[Array, "rows vocab"]:
         """Runs the model.

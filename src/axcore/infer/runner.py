@@ -19,6 +19,7 @@ from axcore.infer.sampling import LogProbs, Method, NextToken, Sampled, Sampling
 from axcore.infer.sampling.acceptance import NO_DRAFT
 from axcore.infer.sampling.rows import PADDING
 from axcore.infer.sequences import Chunk, Plan
+from axcore.infer.transfers import Transfers
 
 Seed = tuple[int, int]
 """The words of a seed; see `seed_words`."""
@@ -80,12 +81,21 @@ class Runner:
 
     Args:
         programs: the programs.
+        transfers: moves decoding state out of the device and back.
         buckets: the sizes to which rows are padded.
         eos_ids: the tokens that `min_tokens` excludes.
         num_drafts: the largest number of drafts of a row.
     """
 
-    def __init__(self, programs: Programs, buckets: Buckets, eos_ids: Collection[int], num_drafts: int = 0):
+    def __init__(
+        self,
+        programs: Programs,
+        transfers: Transfers,
+        buckets: Buckets,
+        eos_ids: Collection[int],
+        num_drafts: int = 0,
+    ):
+        self.transfers = transfers
         self._programs, self._buckets, self._eos_ids, self._num_drafts = programs, buckets, eos_ids, num_drafts
         self._decoder = programs.decoder
         self._is_whole = self._decoder.paging is None
@@ -100,6 +110,7 @@ class Runner:
             masks: the tokens that each sequence with a grammar may sample, by id. They are computed while the device
                 runs the model.
         """
+        self.transfers.start(plan.transfers, plan.number)
         calls, scores, states = [], [], []
         for chunk in plan.prefill:
             if chunk.start == 0:
@@ -134,6 +145,7 @@ class Runner:
         """Waits for a step. Returns what each sequence sampled, by id: the accepted drafts and the token after them. It
         is nothing if every token is excluded or the logits are not finite, and an arbitrary token if the sequence has
         no output."""
+        self.transfers.finish(flight.plan.number)
         sampled = {chunk.sequence.id: [SampledToken(0, None)] for chunk, _ in flight.states if chunk.is_last}
         for rows, on_device in flight.calls:
             found: Sampled | Verified = jax.device_get(on_device)
@@ -167,7 +179,15 @@ class Runner:
         for chunk, on_device in flight.states:
             yield chunk, jax.device_get(on_device)
 
-    def warm_up(self, methods: Iterable[Method], *, prompt_logprobs: bool, embeddings: bool, grammars: bool) -> None:
+    def warm_up(
+        self,
+        methods: Iterable[Method],
+        *,
+        prompt_logprobs: bool,
+        embeddings: bool,
+        grammars: bool,
+        transfers: bool,
+    ) -> None:
         """Compiles the programs of every bucket, by running padding. The state does not change.
 
         Args:
@@ -175,6 +195,7 @@ class Runner:
             prompt_logprobs: whether to compile the programs that score prompts.
             embeddings: whether to compile the programs for embeddings.
             grammars: whether to compile the programs that sample with a grammar, for the method `full`.
+            transfers: whether to compile the programs that move decoding state.
         """
         logits: dict[int, Float[Array, "rows vocab"]] = {}
         of_drafts: dict[int, Float[Array, "rows width vocab"]] = {}
@@ -214,6 +235,8 @@ class Runner:
         self._programs.count(self._decoder.batch_size, (), 0)
         self._programs.erase(self._decoder.batch_size)
         self._programs.warm_up_adapters()
+        if transfers:
+            self.transfers.programs.warm_up()
 
     def _fits(self, shape: Shape, pages: int) -> bool:
         """Whether a row of a prompt can have page tables of this size."""

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from axcore.config import ConfigError
+from axcore.infer.host_pool import HostLimits, HostPool
 from axcore.infer.loaded_adapters import LoadedAdapter
 from axcore.infer.pages import PagePool
 from axcore.infer.requests import FinishReason, Request
-from axcore.infer.rows import Rows
+from axcore.infer.rows import CachedPrefix, Rows
 from axcore.infer.sequences import Chunk, Plan, Sequence
 
 __all__ = ["Chunk", "Plan", "Scheduler", "SchedulerLimits", "Sequence"]
@@ -63,29 +64,35 @@ class Scheduler:
     Running sequences come first: those that decode, then their drafts, then those whose prompt is partly computed. The
     rest of the step admits waiting sequences. All go by priority and then by arrival, and a sequence is admitted only
     if its whole prompt fits. If the pool has no page for a running sequence, the last one in this order loses its pages
-    and waits to be computed again. A waiting sequence takes the place of running ones only if its priority is higher.
+    and waits. It is computed again, or its state is copied to the host and back if that has room. A waiting sequence
+    takes the place of running ones only if its priority is higher.
 
     Args:
         limits: the size of the decoding state and of a step.
         pool: the pages of the cache; None: each slot has room for `max_len` tokens.
+        host: the size of host memory for decoding state.
+
+    Attributes:
+        num_preempted: how often a sequence lost its row.
+        host: decoding state outside of the device.
     """
 
-    def __init__(self, limits: SchedulerLimits, pool: PagePool | None = None):
+    def __init__(self, limits: SchedulerLimits, pool: PagePool | None = None, host: HostLimits | None = None):
         self.limits = limits
         self.max_len = limits.max_len if pool is None else min(limits.max_len, pool.num_pages * pool.page_size)
         self.num_preempted = 0
-        if pool is None:  # a slot is a page that holds a whole row
-            self._rows = Rows(limits.max_rows, PagePool(limits.max_rows, limits.max_len, shares_prefixes=False), 0)
-        else:
-            self._rows = Rows(limits.max_rows, pool, limits.watermark)
+        # Without pages, a slot is a page that holds a whole row.
+        pages = PagePool(limits.max_rows, limits.max_len, shares_prefixes=False) if pool is None else pool
+        self.host = HostPool(host or HostLimits(), pages, is_paged=pool is not None)
+        self._rows = Rows(limits.max_rows, pages, 0 if pool is None else limits.watermark, self.host)
         self._alive: dict[int, Sequence] = {}
         self._waiting: list[Sequence] = []  # sorted by rank
         self._num_arrived = self._num_planned = self._num_recorded = 0
 
     @property
     def is_idle(self) -> bool:
-        """Whether every sequence has ended. Steps may still be in flight."""
-        return not self._alive
+        """Whether every sequence has ended and nothing is left to plan. Steps may still be in flight."""
+        return not self._alive and not self.host.has_transfers
 
     @property
     def num_running(self) -> int:
@@ -121,6 +128,11 @@ class Scheduler:
                     f"sampling.{name}={value} and a prompt of {num_prompt} tokens exceed {limit}. Use at most {room}"
                 )
 
+    def max_len_of(self, request: Request) -> int:
+        """The number of tokens at which a sequence of the request ends."""
+        max_tokens = request.options.max_tokens
+        return self.max_len if max_tokens is None else len(request.ids) + max_tokens
+
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence.
 
@@ -129,8 +141,7 @@ class Scheduler:
         """
         self.check(sequence.request)
         assert sequence.id not in self._alive, f"two sequences have the id {sequence.id}"
-        num_prompt, max_tokens = len(sequence.request.ids), sequence.request.options.max_tokens
-        sequence.max_len = self.max_len if max_tokens is None else num_prompt + max_tokens
+        sequence.max_len = self.max_len_of(sequence.request)
         sequence.arrival = self._num_arrived
         self._num_arrived += 1
         self._alive[sequence.id] = sequence
@@ -156,8 +167,13 @@ class Scheduler:
     def flush(self) -> None:
         """The weights changed: forgets cached pages, and computes the tokens of running sequences again."""
         self._rows.pool.flush()
+        self.host.flush()
+        for sequence in self._waiting:
+            if sequence.saved is not None:
+                self.host.drop(sequence)
+                sequence.num_computed = 0
         for sequence in self._rows:
-            self._preempt(sequence)
+            self._preempt(sequence, offload=False)
 
     @property
     def decoding(self) -> list[Sequence]:
@@ -187,13 +203,14 @@ class Scheduler:
             if sequence not in step.counts:
                 step.take(sequence)
         self._admit(step, num_preempted)
-        if not step.counts:
+        transfers = self.host.take()
+        if not step.counts and not transfers:
             return None
         chunks = [_chunk(sequence, count, step.drafts.get(sequence, ())) for sequence, count in step.counts.items()]
         prefill = tuple(chunk for chunk in chunks if not chunk.is_decode)
         decode = tuple(chunk for chunk in chunks if chunk.is_decode)
         self._num_planned += 1
-        return Plan(prefill, decode, self._num_planned - 1)
+        return Plan(prefill, decode, self._num_planned - 1, transfers)
 
     def record(self, plan: Plan, tokens: Mapping[int, tuple[int, ...]]) -> dict[Sequence, int]:
         """Takes the results of a step. Plans are recorded in their order, including those that sample nothing.
@@ -232,7 +249,7 @@ class Scheduler:
             if not sequence.is_verified:
                 self._rows.shrink(sequence)
             if sequence.is_complete:
-                self._rows.release(sequence)
+                self._release(sequence)
 
     def _grow(self) -> None:
         """Gives each running sequence the pages for its next token, if necessary those of the last in rank."""
@@ -258,8 +275,8 @@ class Scheduler:
             sequence = self._waiting[num_passed]
             if sequence.num_pending or self.num_preempted != num_preempted:
                 return  # a preempted sequence waits until its tokens in flight are known
-            cached, next_key = self._rows.lookup(sequence)
-            if next_key in promised:  # a running sequence computes this page, and a later step can share it
+            cached = self._rows.lookup(sequence)
+            if cached.missing & promised:  # a running sequence computes this page, and a later step can share it
                 num_passed += 1
             elif self._start(sequence, cached, step):
                 del self._waiting[num_passed]
@@ -268,7 +285,7 @@ class Scheduler:
             else:
                 return
 
-    def _start(self, sequence: Sequence, cached: list[int], step: _Step) -> bool:
+    def _start(self, sequence: Sequence, cached: CachedPrefix, step: _Step) -> bool:
         """Starts a sequence if it fits, if necessary in place of sequences of lower priority."""
         while not self._rows.start(sequence, cached):
             last = self._rows.last
@@ -276,26 +293,41 @@ class Scheduler:
                 return False
             step.drop(last)
             self._preempt(last)
+            cached = self._rows.lookup(sequence)  # its state may have replaced pages in host memory
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Takes slot and pages from a running sequence, which waits to be computed again."""
+    def _preempt(self, sequence: Sequence, *, offload: bool = True) -> None:
+        """Takes slot and pages from a running sequence, which waits to come back or to be computed again."""
+        if sequence.is_complete:
+            self._release(sequence)
+            return
+        is_offloaded = offload and self.host.offload(sequence)
         self._rows.release(sequence)
-        if not sequence.is_complete:
+        if not is_offloaded:
             sequence.num_computed = 0
-            self.num_preempted += 1
-            bisect.insort(self._waiting, sequence, key=Sequence.rank)
+        self.num_preempted += 1
+        bisect.insort(self._waiting, sequence, key=Sequence.rank)
 
     def _end(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended in any state."""
         del self._alive[sequence.id]
         if sequence.slot is not None:
             self._rows.publish(sequence)
-            self._rows.release(sequence)
+            if sequence.finish_reason == "cancelled":
+                self._rows.release(sequence)
+            else:
+                self._release(sequence)
             return
+        self.host.drop(sequence)
         at = bisect.bisect_left(self._waiting, sequence.rank(), key=Sequence.rank)
         if self._waiting[at : at + 1] == [sequence]:  # otherwise, it was released after its last step
             del self._waiting[at]
+
+    def _release(self, sequence: Sequence) -> None:
+        """Takes slot and pages from a sequence that needs no more steps."""
+        if sequence.is_exported:
+            self.host.export(sequence)
+        self._rows.release(sequence)
 
 
 @dataclasses.dataclass

@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable
+from typing import Literal
 
 from axcore.infer.loaded_adapters import LoadedAdapter
 from axcore.infer.pages import PrefixKey
 from axcore.infer.requests import FinishReason, Request
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedState:
+    """The decoding state of a sequence that waits, outside of the device.
+
+    Attributes:
+        pages: pages in host memory, in the order of the row; empty without pages.
+        slot: the slot in host memory; None: rows have no state in slots.
+        handover: the state from another engine, instead of pages and a slot. The scheduler passes it on unread.
+    """
+
+    pages: tuple[int, ...] = ()
+    slot: int | None = None
+    handover: object = None
 
 
 class Sequence:
@@ -31,6 +47,8 @@ class Sequence:
         num_published: the number of its pages that were published, or are not published because others are.
         max_len: the number of tokens at which it ends; set by `Scheduler.add`.
         arrival: its number in the order of `Scheduler.add`.
+        saved: its decoding state outside of the device, while it waits with `num_computed` tokens; None: it has none.
+        is_exported: whether its state is read when its next token is being sampled, for another engine.
         needs_last_token: whether its last token must be known before its next step is planned, so that the host cannot
             plan one step ahead.
         finish_reason: why it ended; None: it has not.
@@ -48,7 +66,8 @@ class Sequence:
         self.keys: list[PrefixKey] = []
         self.num_published = self.epoch = 0
         self.max_len = self.arrival = 0
-        self.needs_last_token = False
+        self.saved: SavedState | None = None
+        self.is_exported = self.needs_last_token = False
         self.finish_reason: FinishReason | None = None
         self.adapter: LoadedAdapter | None = None
         self._stop_token_ids = frozenset(request.options.stop_token_ids).union(
@@ -137,18 +156,48 @@ class Chunk:
 
 
 @dataclasses.dataclass(frozen=True)
+class Transfer:
+    """A copy of decoding state, before the step of its plan.
+
+    Attributes:
+        kind: `offload` copies from the device to host memory, and `restore` back; `export` reads the state of a
+            sequence for another engine, and `import` writes such a state.
+        pages: the pages of the device.
+        host_pages: the same number of pages in host memory; empty in exports and imports.
+        slot: the slot of the device; None: pages only.
+        host_slot: the slot in host memory; None: pages only, an export or an import.
+        sequence: the sequence whose whole state is exported, imported or restored; None: only the pages of a prefix.
+        handover: what an import writes.
+        first_page: the index of `pages[0]` in the row.
+        num_tokens: the number of computed tokens of the sequence.
+    """
+
+    kind: Literal["offload", "restore", "export", "import"]
+    pages: tuple[int, ...] = ()
+    host_pages: tuple[int, ...] = ()
+    slot: int | None = None
+    host_slot: int | None = None
+    sequence: Sequence | None = None
+    handover: object = None
+    first_page: int = 0
+    num_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
-    """The work of one step.
+    """The work of one step. It may have transfers only.
 
     Attributes:
         prefill: chunks of prompts, and of sequences that are computed again.
         decode: the last tokens of sequences whose other tokens are computed, with their drafts.
         number: the number of plans before this one.
+        transfers: copies of decoding state that run before the chunks, in this order.
     """
 
     prefill: tuple[Chunk, ...]
     decode: tuple[Chunk, ...]
     number: int
+    transfers: tuple[Transfer, ...] = ()
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
