@@ -210,13 +210,14 @@ class Decoder:
         if fuse and _is_single(layout):
             cfg, params = fused(cfg, params, held)
         cfg = for_decoding(cfg, batch_size=batch_size, max_len=max_len, cache=cache)
-        fn, state = _empty(cfg, type(model).__name__, batch_size, layout)
+        fn, axes, state = _empty(cfg, type(model).__name__, batch_size, layout)
         state["model"] = _merged(state["model"], held)
         params = _those_of(fn.axes, params)
         if layout is not None:
             params = jax.device_put(params, layout.shardings(params, fn.axes))
+            state = jax.device_put(state, layout.shardings(state, axes))
         params = by_columns(cfg, params)
-        return cls._of(fn, cfg, params, state, batch_size, max_len, layout), params, state
+        return cls._of(fn, axes, cfg, params, state, batch_size, max_len, layout), params, state
 
     @classmethod
     def abstract(
@@ -247,7 +248,7 @@ class Decoder:
         cfg = for_decoding(cfg, batch_size=batch_size, max_len=max_len, cache=cache)
         fn, params, held = abstract(cfg)
         state = {"lengths": jax.ShapeDtypeStruct((batch_size,), jnp.int32), "model": held}
-        decoder = cls._of(fn, cfg, params, state, batch_size, max_len, layout)
+        decoder = cls._of(fn, _state_axes(fn, state, layout), cfg, params, state, batch_size, max_len, layout)
         if layout is None:
             return decoder, params, state
 
@@ -265,6 +266,7 @@ class Decoder:
     def _of(
         cls,
         fn: Functional,
+        axes: Tree,
         cfg: Config,
         params: Tree,
         state: Tree,
@@ -275,7 +277,6 @@ class Decoder:
         """The decoder of a model in the form for decoding. `params` and `state` may be shapes."""
         if layout is not None:
             check_heads(cfg, layout, "model")
-        axes = {"lengths": ("batch",), "model": fn.state_axes}
         limits = tuple(sorted({each for _, node in walk(cfg) if (each := getattr(node, "recompute_above", None))}))
         paging = _paging(cfg)
         model = fn.bind(params, state["model"])
@@ -334,7 +335,16 @@ class Decoder:
         found = tuple(
             jnp.where(block.defined[..., None], each, jnp.nan) for block, each in zip(blocks, logits, strict=True)
         )
-        return found[0] if isinstance(step, Step) else found, {"lengths": held, "model": model}
+        state = self._placed({"lengths": held, "model": model})
+        return found[0] if isinstance(step, Step) else found, state
+
+    def _placed(self, state: Tree) -> Tree:
+        """The new state with the shardings of the old one. Otherwise the compiler may choose others, and the next call
+        would compile again and could not use the donated memory."""
+        if self.layout is None:
+            return state
+        placed: Tree = jax.lax.with_sharding_constraint(state, self.layout.shardings(state, self.state_axes))
+        return placed
 
     def _block(self, step: Step, held: Int[Array, " slots"]) -> tuple[_Block, Int[Array, " slots"]]:
         """The rows of a step, and the length of each slot after it."""
@@ -512,8 +522,24 @@ def _paging(cfg: Config) -> Paging | None:
     return wanted
 
 
-def _empty(cfg: Config, name: str, batch_size: int, layout: Layout | None) -> tuple[Functional, Tree]:
-    """The decoding model and its initial state, created with the shardings of the layout."""
+def _state_axes(fn: Functional, state: Tree, layout: Layout | None) -> Tree:
+    """The logical axes of the state. Rows and kv heads are replicated if their number is not a multiple of the number
+    of devices, as in a decoder of one row or with few kv heads."""
+    axes = {"lengths": ("batch",), "model": fn.state_axes}
+    if layout is None:
+        return axes
+
+    def fitting(array: jax.Array | jax.ShapeDtypeStruct, names: tuple[str | None, ...]) -> tuple[str | None, ...]:
+        pairs = zip(names, array.shape, layout.spec(names), strict=True)
+        return tuple(
+            None if name in ("batch", "kv_head") and size % layout.size_of(at) else name for name, size, at in pairs
+        )
+
+    return jax.tree.map(fitting, state, axes)
+
+
+def _empty(cfg: Config, name: str, batch_size: int, layout: Layout | None) -> tuple[Functional, Tree, Tree]:
+    """The decoding model, the logical axes of its state, and the initial state with the shardings of the layout."""
     built: list[Functional] = []
 
     def empty(key: PRNGKeyArray) -> Tree:  # XLA removes the parameters, since they are not returned
@@ -530,10 +556,10 @@ def _empty(cfg: Config, name: str, batch_size: int, layout: Layout | None) -> tu
     key = jax.random.key(0)
     if layout is None:
         state = jax.jit(empty)(key)
-        return built[0], state
+        return built[0], _state_axes(built[0], state, None), state
     shapes = jax.eval_shape(empty, key)
-    axes = {"lengths": ("batch",), "model": built[0].state_axes}
-    return built[0], jax.jit(empty, out_shardings=layout.shardings(shapes, axes))(key)
+    axes = _state_axes(built[0], shapes, layout)
+    return built[0], axes, jax.jit(empty, out_shardings=layout.shardings(shapes, axes))(key)
 
 
 def _those_of(wanted: Tree, params: Tree) -> Tree:
