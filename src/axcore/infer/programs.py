@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
 from axcore.infer.adapters import Adapters
-from axcore.infer.decoder import Decoder, Step
+from axcore.infer.decoder import Decoder
 from axcore.infer.embeddings import chunk_states
 from axcore.infer.sampling import (
     Counts,
@@ -28,6 +28,7 @@ from axcore.infer.sampling import (
     verify,
 )
 from axcore.infer.sampling.rows import USUAL_LOGPROBS
+from axcore.infer.step import Step
 from axcore.module import Tree
 from axcore.nn import Phase
 from axcore.parallel import constrain
