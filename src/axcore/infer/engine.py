@@ -27,6 +27,7 @@ from axcore.infer.loop import EngineLoop
 from axcore.infer.pages import PagePool
 from axcore.infer.programs import Programs
 from axcore.infer.requests import Piece, Pooling, Request, SamplingOptions, TokenLogprob
+from axcore.infer.row_state import RowState, StateLayout
 from axcore.infer.runner import Runner
 from axcore.infer.sampling import Method
 from axcore.infer.scheduler import Scheduler, SchedulerLimits
@@ -34,7 +35,7 @@ from axcore.infer.speculation import Drafter, Target, keeping_hidden_states
 from axcore.infer.stats import EngineStats
 from axcore.infer.streams import Deliver, Stream, pieces_of
 from axcore.infer.text import TextStream
-from axcore.infer.transfers import RowState, StateLayout, Transfers
+from axcore.infer.transfers import Transfers
 from axcore.module import Layer
 from axcore.nn import ContiguousCache, KVCache
 from axcore.parallel import Layout
