@@ -424,7 +424,7 @@ class Engine(config.Configurable):
 
         Each step of the search submits a request for one token after each unfinished output, those of all prompts
         together. With prefix caching, it computes at most one page of tokens for each output; otherwise all its tokens.
-        More than 20 beams and end tokens compile another program.
+        More than 20 beams and EOS tokens compile another program.
 
         Args:
             prompts: the text or the token ids of each prompt.
@@ -437,7 +437,7 @@ class Engine(config.Configurable):
         Raises:
             AxcoreError: a prompt is empty or does not fit with `max_tokens`, or the engine failed.
             ConfigError: a prompt is a text, and the engine has no tokenizer; or the vocabulary has fewer tokens than
-                `options.num_beams` and end tokens.
+                `options.num_beams` and EOS tokens.
         """
         given = SamplingOptions(
             max_tokens=options.max_tokens, stop_token_ids=options.stop_token_ids, ignore_eos=options.ignore_eos
