@@ -13,6 +13,9 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import pathlib
+import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,6 +29,7 @@ import axcore as ax
 from axcore.infer import Decoder, Step
 from axcore.nn import Attention, CausalLM, ContiguousCache, FeedForward, Linear, Repeat, TransformerLayer
 from axcore_gemv.feature import use_gemv
+from axcore_gemv.kernel import Tiling, product
 from axcore_gemv.matmul import Gemv
 
 CACHED, STEPS, CONTEXT = 512, 64, 1024
@@ -62,8 +66,6 @@ def main() -> None:
     for each in results:
         if bandwidth and "step_ms" in each:
             each["share_of_bound"] = round(each["gb"] / bandwidth * 1e3 / each["step_ms"], 3)
-        if bandwidth and "gb_per_s" in each:
-            each["share_of_copy"] = round(each["gb_per_s"] / bandwidth, 3)
         print(json.dumps(each))
 
 
@@ -74,8 +76,6 @@ def cases(given: Any) -> Iterator[tuple[str, Callable[[], Figures]]]:
     yield "axcore, fused", functools.partial(floats.measured, lambda cfg: cfg)
     yield "axcore, fused, gemv", functools.partial(floats.measured, use_gemv)
     yield "axcore, fused, gemv, cudnn", functools.partial(floats.measured, lambda cfg: ax.use("cudnn")(use_gemv(cfg)))
-    on_tensor_cores = functools.partial(floats.measured, lambda cfg: with_matmul(cfg, Gemv(tensor_cores=True)))
-    yield "axcore, fused, gemv on tensor cores", on_tensor_cores
     yield "release", floats.clear
     codes = Shared(given, int8=True)
     yield "axcore, fused, int8, gemv", functools.partial(codes.measured, use_gemv)
@@ -90,10 +90,6 @@ def cases(given: Any) -> Iterator[tuple[str, Callable[[], Figures]]]:
     for shape in ((given.dim, 3 * given.dim), (given.dim, given.dim), (given.hidden, given.dim)):
         yield f"products {shape}", functools.partial(products, *shape)
     yield f"products {given.dim, 2 * given.hidden}", functools.partial(products, given.dim, 2 * given.hidden)
-
-
-def with_matmul(cfg: Any, matmul: Gemv) -> Any:
-    return ax.select(cfg, Linear).set(matmul=matmul)
 
 
 def seconds(run: Callable[[int], Any], few: int, many: int) -> float:
@@ -113,57 +109,62 @@ def check(given: Any) -> Figures:
     """The largest error of the kernel relative to float64, in units of the largest product."""
     rng, found = np.random.default_rng(0), {}
     w = rng.integers(-127, 128, (given.dim, 1024))
-    for name, matmul in {"": Gemv(), ", tensor cores": Gemv(tensor_cores=True)}.items():
-        for rows in (1, 4, 16):
-            for dtype in (BFLOAT16, jnp.int8, jnp.float8_e4m3fn):
-                x = jnp.asarray(rng.normal(size=(rows, given.dim)), BFLOAT16)
-                weight = jnp.asarray(w, jnp.float32).astype(dtype)
-                right = np.asarray(x, np.float64) @ np.asarray(weight.astype(jnp.float32), np.float64)
-                made = jax.jit(lambda x, weight, matmul=matmul: matmul(x, weight, jnp.float32))(x, weight)
-                error = np.abs(np.asarray(made, np.float64) - right).max() / np.abs(right).max()
-                if not error < 1e-4:
-                    raise AssertionError(f"{dtype.__name__}, {rows} rows{name}: error {error}")
-                found[f"{dtype.__name__} {rows}{name}"] = float(f"{error:.1e}")
+    for dtype in (BFLOAT16, jnp.int8, jnp.float8_e4m3fn):
+        x = jnp.asarray(rng.normal(size=(1, given.dim)), BFLOAT16)
+        weight = jnp.asarray(w, jnp.float32).astype(dtype)
+        right = np.asarray(x, np.float64) @ np.asarray(weight.astype(jnp.float32), np.float64)
+        made = jax.jit(lambda x, weight: Gemv()(x, weight, jnp.float32))(x, weight)
+        error = np.abs(np.asarray(made, np.float64) - right).max() / np.abs(right).max()
+        if not error < 1e-4:
+            raise AssertionError(f"{dtype.__name__}: error {error}")
+        found[dtype.__name__] = float(f"{error:.1e}")
     return {"errors": found}
 
 
+TILINGS = {
+    BFLOAT16: ((2, 4096, 1, 8), (4, 2048, 2, 8), (4, 2048, 2, 4), (8, 512, 2, 8), (8, 512, 2, 4), (8, 256, 4, 4)),
+    jnp.int8: ((8, 512, 2, 4), (8, 512, 2, 8), (8, 256, 4, 4), (4, 1024, 2, 4), (32, 256, 2, 8), (8, 1024, 1, 4)),
+}
+"""Tilings to measure: (outputs, inputs, loads, warps)."""
+
+
 def products(depth: int, columns: int) -> Figures:
-    """Time of one product in each dtype, as the kernel and XLA compute it, with one small operation after it. The
-    weights exceed the L2 cache."""
+    """Microseconds of one product in each dtype, as the kernel and XLA compute it, as the profiler sees them on the
+    device. The weights exceed the L2 cache and are in the order of columns."""
     found: Figures = {}
-    for dtype in (BFLOAT16, jnp.int8):
-        copies = max(3, int(3e8 / (depth * columns * dtype(0).dtype.itemsize)))
-        weights = [jnp.ones((depth, columns), dtype) for _ in range(copies)]
-        variants: dict[str, Any] = {
-            "gemv": Gemv(),
-            "gemv splits=2": Gemv(splits=2),
-            "gemv splits=8": Gemv(splits=8),
-            "gemv inputs=64": Gemv(inputs=64),
-            "tensor cores": Gemv(tensor_cores=True),
-            "tensor cores, 256 inputs": Gemv(tensor_cores=True, inputs=256, loads=3),
-        }
-        if dtype == BFLOAT16:
-            variants["xla"] = lambda x, w, _: x @ w
-        for name, matmul in variants.items():
-
-            @functools.partial(jax.jit, static_argnames="matmul")
-            def loop(x: jax.Array, weights: Any, count: jax.Array, matmul: Any = matmul) -> jax.Array:
-                def all_of_them(_: jax.Array, x: jax.Array) -> jax.Array:
-                    for weight in weights:  # each product waits for the one before it
-                        y = matmul(x, weight, jnp.float32)
-                        x = x + (y[:, :1] * 1e-9).astype(x.dtype)
-                    return x
-
-                return jax.lax.fori_loop(0, count, all_of_them, x)
-
-            x = jnp.ones((1, depth), BFLOAT16)
+    for dtype, tilings in TILINGS.items():
+        copies = max(2, int(1.5e8 / (depth * columns * dtype(0).dtype.itemsize)))
+        keys = jax.random.split(jax.random.key(0), copies)
+        weights = [jax.random.randint(key, (columns, depth), -127, 128, jnp.int8).astype(dtype) for key in keys]
+        x = jax.random.normal(keys[0], (depth,), BFLOAT16)
+        variants: dict[str, Any] = {"xla": lambda x, w: w.astype(BFLOAT16) @ x}
+        variants |= {str(each): functools.partial(product, tiling=Tiling(*each)) for each in tilings}
+        for name, variant in variants.items():
             try:
-                each = seconds(lambda count, loop=loop, x=x, w=weights: loop(x, w, jnp.int32(count)), 1, 17) / copies
-                rate = depth * columns * weights[0].dtype.itemsize / each / 1e9
-                found[f"{dtype.__name__} {name}"] = {"us": round(1e6 * each, 1), "gb_per_s": round(rate)}
+                found[f"{dtype.__name__} {name}"] = round(device_us(jax.jit(variant), x, weights), 1)
             except Exception as error:
                 found[f"{dtype.__name__} {name}"] = f"{type(error).__name__}: {error}"[:200]
     return found
+
+
+def device_us(run: Callable[..., jax.Array], x: jax.Array, weights: list[jax.Array]) -> float:
+    """The sum of the median times of the kernels of one call."""
+    for weight in weights[:1]:
+        jax.block_until_ready(run(x, weight))
+    calls = 24
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for number in range(calls):
+                made = run(x, weights[number % len(weights)])
+            jax.block_until_ready(made)
+        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        data = jax.profiler.ProfileData.from_file(str(path))
+    times: dict[str, list[float]] = {}
+    for plane in data.planes:
+        for line in plane.lines if "GPU" in plane.name else ():
+            for event in line.events if "Stream" in line.name else ():
+                times.setdefault(event.name, []).append(event.duration_ns / 1e3)
+    return sum(statistics.median(each) * round(len(each) / calls) for each in times.values())
 
 
 class Shared:

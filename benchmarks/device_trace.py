@@ -30,7 +30,9 @@ def summary(run: Callable[[], Any], steps: int = 3, top: int = 12) -> dict[str, 
         kernels that take longest.
     """
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # which slows the host down
+        with jax.profiler.trace(folder, profiler_options=options):
             for _ in range(steps):
                 out = run()
             jax.block_until_ready(out)

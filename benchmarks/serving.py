@@ -16,9 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from copy_bandwidth import copy_bandwidth
+from device_trace import summary
 
 import axcore as ax
-from axcore.infer import Engine
+from axcore.infer import Engine, Request, SamplingOptions
 from axcore.infer.load_test import Load, measure
 from axcore.nn import Attention, CausalLM, FeedForward, KVCache, Linear, Repeat, TransformerLayer
 from axcore.plugin import KVCacheOffer, offered
@@ -35,6 +36,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64], help="concurrent requests of each case")
     parser.add_argument("--cache", action="append", help="a KV cache, such as paged-kv:page_size=64; repeatable")
     parser.add_argument("--use", action="append", default=[], help="a feature or other offer; repeatable")
+    parser.add_argument("--idle", action="store_true", help="also trace the device while all rows decode")
     given = parser.parse_args()
     model = decoding_model(given)
     bound = copy_bandwidth() / weight_bytes(model)
@@ -70,9 +72,7 @@ def decoding_model(given: Any) -> ax.Layer:
 
 
 def case(model: ax.Layer, cache: KVCache.Config, rows: int, given: Any) -> dict[str, Any]:
-    cfg = Engine.Config(
-        cache=cache, max_rows=rows, max_len=given.input + given.output, step_tokens=max(given.step_tokens, rows)
-    )
+    cfg = Engine.Config(cache=cache, max_rows=rows, max_len=given.input + given.output, step_tokens=given.step_tokens)
     began = time.perf_counter()
     with cfg.build(model) as engine:
         engine.warm_up(("greedy",))
@@ -82,7 +82,26 @@ def case(model: ax.Layer, cache: KVCache.Config, rows: int, given: Any) -> dict[
         requests = 5 if rows == 1 else given.requests
         figures = measure(engine, Load(requests, rows, given.input, given.output), seed=1)
         late = engine.stats.compiled - compiled
-    return {"start_s": start, "compiled": compiled, "compiled_late": late, **figures._asdict()}
+        traced = idle(engine, rows, given) if given.idle else {}
+    return {"start_s": start, "compiled": compiled, "compiled_late": late, **figures._asdict(), **traced}
+
+
+def idle(engine: Engine, rows: int, given: Any) -> dict[str, float]:
+    """The milliseconds of a step in which all rows decode, and the share of it in which no kernel runs."""
+    steps = given.output // 4
+    options = SamplingOptions(temperature=0.0, max_tokens=given.output, ignore_eos=True)
+    streams = [engine.stream(Request(tuple(range(1, given.input + 1)), options)) for _ in range(rows)]
+
+    def step() -> None:
+        for stream in streams:
+            next(stream)
+
+    for _ in range(steps):  # until all prompts are computed
+        step()
+    found = summary(step, steps)
+    for stream in streams:
+        stream.cancel()
+    return {"traced_step_ms": found["step"], "idle_share": found["idle"] / found["step"]}
 
 
 def weight_bytes(model: ax.Layer) -> int:

@@ -3,6 +3,7 @@
 from axcore.plugin import (
     AttentionKernelOffer,
     ContextParallelismOffer,
+    DrafterOffer,
     Feature,
     GroupedMatmulOffer,
     KVCacheOffer,
@@ -70,6 +71,16 @@ def axcore_pipeline_schedules() -> list[PipelineScheduleOffer]:
 @hookimpl
 def axcore_kv_caches() -> list[KVCacheOffer]:
     return [KVCacheOffer("contiguous", "axcore.nn:ContiguousCache", "One array of keys and one of values per layer.")]
+
+
+@hookimpl
+def axcore_drafters() -> list[DrafterOffer]:
+    drafters = "axcore.infer.speculation"
+    return [
+        DrafterOffer("draft-model", f"{drafters}:DraftModel", "The tokens that a smaller model samples."),
+        DrafterOffer("mtp", f"{drafters}:MTP", "The tokens of the model's own module for multi-token prediction."),
+        DrafterOffer("ngram", f"{drafters}:NGram", "What followed the last tokens before, in the prompt or output."),
+    ]
 
 
 @hookimpl

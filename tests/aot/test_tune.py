@@ -14,9 +14,9 @@ import axcore.aot.tune
 from axcore.aot import explain
 from axcore.aot.tune import example, tune
 from axcore.nn import Attention, ChooseKernel, KernelRequest, ReferenceKernel, TunableKernel, Tuning
-from axcore.nn.attention.choice import recording
 from axcore.nn.attention.formula import dense_attention
 from axcore.nn.attention.tuned import TuningFile
+from axcore.nn.choosing import recording
 from axcore.testing import tiny_model
 
 CALLED = []

@@ -11,7 +11,7 @@ from axcore.aot.explain import explain
 from axcore.config import has_field
 from axcore.module import abstract
 from axcore.nn import Attention, ChooseKernel, ReferenceKernel, refusal
-from axcore.nn.attention.choice import recording
+from axcore.nn.choosing import recording
 from axcore.plugin import Accelerator, registry
 from axcore.plugin.offers import Recipe
 from axcore.train.data.form import batch_form
@@ -86,9 +86,9 @@ def test_every_recipe_has_a_fused_kernel_on_every_accelerator(name, kernel, targ
         ]
         device_kind = layout_of(cfg, target).device_kind
         for choice in choices:
-            assert type(choice.kernel).__name__ == kernel, choice.problem()
+            assert type(choice.chosen).__name__ == kernel, choice.problem()
             requests = [dataclasses.replace(each, device_kind=device_kind) for each in choice.requests]
-            assert refusal(choice.kernel, *requests) is None
+            assert refusal(choice.chosen, *requests) is None
 
 
 def test_a_recipe_names_splash_on_tpus():

@@ -2,12 +2,16 @@
 
 import collections
 import dataclasses
+import random
 import zlib
 
+from axcore.infer.host_pool import HostLimits, HostPool
+from axcore.infer.loaded_adapters import LoadedAdapter
 from axcore.infer.pages import PagePool
 from axcore.infer.requests import Request
 from axcore.infer.rows import Rows
 from axcore.infer.scheduler import Scheduler, SchedulerLimits, Sequence
+from axcore.infer.sequences import SavedState
 
 END = 0
 VOCAB = 24
@@ -40,6 +44,7 @@ class Row:
     """A chunk as it was dispatched."""
 
     request: Request
+    adapter: LoadedAdapter | None
     id: int
     slot: int
     pages: tuple[int, ...]
@@ -47,6 +52,7 @@ class Row:
     count: int
     is_last: bool
     ids: tuple[int, ...]
+    num_drafts: int
 
 
 class FakeDevice:
@@ -55,11 +61,16 @@ class FakeDevice:
     What a row reads and writes depends on its page table (or slot), not on the tokens that the scheduler knows, so a
     page that is shared or reused wrongly is noticed. A row reads the cache of the previous step and its own writes, but
     not what other rows write in the same step.
+
+    A slot has recurrent state, too: the number and the hash of the tokens of its row.
     """
 
-    def __init__(self, page_size):
-        self.page_size = page_size  # None: slots
+    def __init__(self, page_size, has_slots):
+        self.page_size, self.has_slots = page_size, has_slots  # None: slots only
         self.cache = {}  # (page, offset) -> (token, hash of all tokens so far)
+        self.slots = {}  # slot -> (number, hash) of the tokens of the row
+        self.host, self.host_slots = {}, {}  # copies of both
+        self.exported = {}  # by sequence
         self.last = {}  # the token sampled last, by slot
         self.weights = 0
         self.queue = collections.deque()
@@ -67,25 +78,39 @@ class FakeDevice:
 
     def dispatch(self, plan):
         rows = [
-            Row(seq.request, seq.id, seq.slot, tuple(seq.pages), chunk.start, chunk.count, chunk.is_last, chunk.ids)
+            Row(
+                seq.request,
+                seq.adapter,
+                seq.id,
+                seq.slot,
+                tuple(seq.pages),
+                chunk.start,
+                chunk.count,
+                chunk.is_last,
+                chunk.ids,
+                chunk.num_drafts,
+            )
             for chunk in plan.chunks
             for seq in [chunk.sequence]
         ]
-        self.queue.append(rows)
+        self.queue.append((plan.transfers, rows))
         return rows
 
     def swap_weights(self):
         self.queue.append(None)
 
     def complete(self):
-        """Runs the oldest step, and returns its tokens."""
-        while (rows := self.queue.popleft()) is None:
+        """Runs the oldest step, and returns its tokens: those after accepted drafts, too."""
+        while (step := self.queue.popleft()) is None:
             self.weights += 1
-        tokens, writes, last = {}, {}, {}
+        transfers, rows = step
+        for each in transfers:
+            self.transfer(each)
+        tokens, writes, last, slots = {}, {}, {}, {}
         for row in rows:
             ids = row.ids or (self.last[row.slot],)
             assert len(ids) == row.count
-            seen, content = [], hash((self.weights, row.request.salt, row.request.adapter))
+            seen, content = [], root(self.weights, row.request, row.adapter)
             for position in range(row.start + row.count):
                 cell = self.cell(row, position)
                 if position < row.start:
@@ -98,17 +123,89 @@ class FakeDevice:
                     assert cell not in writes, "two rows write the same place"
                     writes[cell] = token, content
                 seen.append(token)
+                if position == row.start - 1 and self.has_slots:
+                    assert self.slots[row.slot] == (row.start, content), "a row continues the state of another"
+            slots[row.slot] = row.start + row.count, content
             if row.is_last:
-                last[row.slot] = tokens[row.id] = next_token(row.request, seen)
-                self.num_sampled[row.id] += 1
+                tokens[row.id] = sampled(row, seen)
+                last[row.slot] = tokens[row.id][-1]
+                self.num_sampled[row.id] += len(tokens[row.id])
         self.cache |= writes
         self.last |= last
+        self.slots |= slots
         return tokens
+
+    def transfer(self, each):
+        """Runs a transfer, which may read places that were never written, such as the end of the last page."""
+        size, cells = self.page_size, range(each.num_tokens)
+        if each.kind in ("offload", "restore"):
+            assert len(each.pages) == len(each.host_pages)
+            for page, host_page in zip(each.pages, each.host_pages, strict=True):
+                copy((page,), (host_page,), self.cache, self.host, size, each.kind)
+            if each.host_slot is not None:
+                copy((each.slot,), (each.host_slot,), self.slots, self.host_slots, None, each.kind)
+                if size is None:
+                    copy((each.slot,), (each.host_slot,), self.cache, self.host, 1000, each.kind)
+            return
+        row = Row(None, None, each.sequence.id, each.slot, each.pages, 0, 0, False, (), 0)
+        if each.kind == "export":
+            found = [self.cache[self.cell(row, at)] for at in cells]
+            self.exported[row.id] = found, self.slots[each.slot]
+            return
+        content, slot = each.handover
+        skipped = each.first_page * (size or 0)
+        self.cache |= {self.cell(row, at - skipped): content[at] for at in cells if at >= skipped}
+        self.slots[each.slot] = slot
 
     def cell(self, row, position):
         if self.page_size is None:
             return row.slot, position
         return row.pages[position // self.page_size], position % self.page_size
+
+
+def root(weights, request, adapter):
+    """What keys and values depend on besides the tokens."""
+    return hash((weights, request.salt, adapter))
+
+
+def copy(at, host_at, device, host, size, kind):
+    """Copies a page, or a slot if `size` is None, between the caches of the device and of the host."""
+    source, target, start, end = (device, host, at, host_at) if kind == "offload" else (host, device, host_at, at)
+    if size is None:
+        target[end[0]] = source[start[0]]
+        return
+    for offset in range(size):
+        target.pop((*end, offset), None)
+        if (*start, offset) in source:
+            target[*end, offset] = source[*start, offset]
+
+
+def exported(request, weights):
+    """The state of a prompt that another device has computed."""
+    content, cells = root(weights, request, None), []
+    for token in request.ids:
+        content = hash((content, token))
+        cells.append((token, content))
+    return cells, (len(cells), content)
+
+
+def sampled(row, seen):
+    """The accepted drafts of a row and the token after them."""
+    known = len(seen) - row.num_drafts
+    for end in range(known, len(seen)):
+        if next_token(row.request, seen[:end]) != seen[end]:
+            return (*seen[known:end], next_token(row.request, seen[:end]))
+    return (*seen[known:], next_token(row.request, seen))
+
+
+def random_drafts(sequence, seed, most):
+    """Drafts that are right up to a random one. The tokens after it are those of the request with it, or random."""
+    rng = random.Random(f"{seed}/{sequence.id}/{len(sequence.tokens)}")
+    tokens = list(sequence.tokens)
+    for _ in range(rng.randint(0, most)):
+        token = next_token(sequence.request, tokens)
+        tokens.append(token if rng.random() < 0.7 and token < VOCAB else rng.randrange(VOCAB))
+    return tuple(tokens[len(sequence.tokens) :])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +215,9 @@ class Arrival:
     at: int
     request: Request
     cancel_at: int | None = None
+    adapter_version: int = 1
+    is_imported: bool = False  # whether another device has computed the prompt
+    is_exported: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,10 +227,16 @@ class Scenario:
     num_pages: int | None = None  # None: slots only
     page_size: int = 4
     is_ahead: bool = True  # whether the host plans a step before it records the previous one
+    is_late: bool = False  # whether it does so although a sequence waits for its last token
     flush_at: frozenset[int] = frozenset()
+    host: HostLimits = HostLimits()
+    shares_prefixes: bool = True
+    most_drafts: int = 0  # of a sequence in a step
+    drafting: frozenset[int] = frozenset()  # the sequences with drafts, which wait for their last token
     scheduler: type[Scheduler] = Scheduler
     rows: type[Rows] = Rows
     pool: type[PagePool] = PagePool
+    host_pool: type[HostPool] = HostPool
 
 
 class Simulation:
@@ -143,11 +249,17 @@ class Simulation:
 
     def __init__(self, scenario, max_steps=5000):
         self.scenario = scenario
-        pool = None if scenario.num_pages is None else scenario.pool(scenario.num_pages, scenario.page_size)
+        pool = None
+        if scenario.num_pages is not None:
+            pool = scenario.pool(scenario.num_pages, scenario.page_size, shares_prefixes=scenario.shares_prefixes)
         self.pool = pool
-        self.scheduler = scenario.scheduler(scenario.limits, pool)
+        self.scheduler = scenario.scheduler(scenario.limits, pool, scenario.host)
         self.scheduler._rows.__class__ = scenario.rows
-        self.device = FakeDevice(None if pool is None else scenario.page_size)
+        self.scheduler.host.__class__ = scenario.host_pool
+        # Recurrent state cannot be rolled back, so it excludes drafts.
+        has_slots = (pool is None or not pool.shares_prefixes) and not scenario.drafting
+        self.device = FakeDevice(None if pool is None else scenario.page_size, has_slots)
+        self.num_flushed = self.num_restored = 0
         self.trace, self.sequences, self.in_flight = [], {}, collections.deque()
         self.tick, self.max_steps = 0, max_steps
         self.num_tokens_at_cancel = {}
@@ -165,24 +277,28 @@ class Simulation:
             self.check_output(sequence)
         self.check_pool()
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        host = self.scheduler.host
+        assert host.pages is None or host.pages.usage.live == 0
+        assert host.num_free_slots == (host.limits.num_slots or 0)
         if self.pool is not None:
             assert self.pool.usage.live == 0 and self.pool.num_available == self.pool.num_pages
         return self
 
     def step(self):
         while self.arrivals and self.arrivals[0][1].at <= self.tick:
-            id, arrival = self.arrivals.popleft()
-            self.sequences[id] = Sequence(id, arrival.request, eos_ids=[END])
-            self.scheduler.add(self.sequences[id])
+            self.add(*self.arrivals.popleft())
         if self.tick in self.scenario.flush_at:
             self.scheduler.flush()
             self.device.swap_weights()
+            self.num_flushed += 1
             self.check_pool()
         cancels = self.cancels.pop(self.tick, [])
         for id in cancels[::2]:
             self.cancel(id)
+        if self.in_flight and self.in_flight[-1].is_read_first and not self.scenario.is_late:
+            self.record()
         before, num_preempted = self.running(), self.scheduler.num_preempted
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self.drafts())
         self.check_order(before, self.scheduler.num_preempted - num_preempted)
         if plan is not None:
             self.check_plan(plan)
@@ -198,10 +314,32 @@ class Simulation:
             self.record()
         self.tick += 1
 
+    def add(self, id, arrival):
+        sequence = self.sequences[id] = Sequence(id, arrival.request, eos_ids=[END])
+        sequence.is_exported = arrival.is_exported
+        sequence.needs_last_token = id in self.scenario.drafting
+        if arrival.request.adapter is not None:
+            sequence.adapter = LoadedAdapter(arrival.request.adapter, arrival.adapter_version, slot=0)
+        if arrival.is_imported:
+            sequence.max_len = self.scheduler.max_len_of(arrival.request)
+            sequence.num_computed = len(sequence.tokens)
+            sequence.extend([next_token(arrival.request, sequence.tokens)])
+            sequence.saved = SavedState(handover=exported(arrival.request, self.num_flushed))
+            self.device.num_sampled[id] += 1
+        if sequence.finish_reason is None:
+            self.scheduler.add(sequence)
+
+    def drafts(self):
+        """Drafts of the sequences that may have some, and of some that may not."""
+        scenario = self.scenario
+        asked = {*self.scheduler.decoding, *self.running()[:1]}
+        found = {each.id: random_drafts(each, scenario.most_drafts, scenario.most_drafts) for each in asked}
+        return {id: drafts for id, drafts in found.items() if id in scenario.drafting}
+
     def record(self):
         plan = self.in_flight.popleft()
         changed = self.scheduler.record(plan, self.device.complete())
-        assert all(sequence.tokens for sequence in changed)
+        assert all(0 < count <= len(sequence.output) for sequence, count in changed.items())
         self.check_pool()
 
     def cancel(self, id):
@@ -214,18 +352,32 @@ class Simulation:
     def check_plan(self, plan):
         limits, chunks = self.scenario.limits, plan.chunks
         assert plan.number == len(self.trace)
-        assert 0 < sum(chunk.count for chunk in chunks) <= limits.step_tokens
-        assert 0 < len(chunks) <= limits.max_rows
+        assert plan.chunks or plan.transfers
+        multiple = limits.chunk_multiple
+        taken = [-(-chunk.count // multiple) * multiple for chunk in plan.prefill]
+        assert sum(taken) < limits.step_tokens + multiple
+        assert sum(chunk.count for chunk in plan.prefill) <= limits.step_tokens
+        assert len(chunks) <= limits.max_rows
+        self.num_restored += sum(each.kind == "restore" for each in plan.transfers)
         assert len({chunk.sequence.id for chunk in chunks}) == len(chunks)
         planned = {chunk.sequence.id for chunk in chunks}
+        verified = {chunk.sequence.id for each in self.in_flight for chunk in each.chunks if chunk.num_drafts}
+        assert not planned & verified, "a sequence is planned although its length is unknown"
         for sequence in self.running():
-            if sequence.num_computed + 1 == sequence.length or sequence.is_complete:
+            is_decoding = sequence.num_computed + 1 == sequence.length and sequence.id not in verified
+            if is_decoding or sequence.is_complete:
                 assert sequence.id in planned, "a sequence that decodes lost a step"
         for chunk in chunks:
             sequence = chunk.sequence
+            if self.pool is not None and sequence.id not in verified:
+                num_tokens = max(sequence.length - chunk.is_last, chunk.start + chunk.count)
+                assert len(sequence.pages) <= self.pool.pages_for(num_tokens), "a row keeps pages that it does not need"
             assert sequence.finish_reason is None and sequence.slot is not None
             assert chunk.count > 0 and len(chunk.ids) in (0, chunk.count) and (chunk.ids or chunk.count == 1)
-            assert sequence.length <= sequence.max_len, "a step is wasted beyond the maximum length"
+            assert chunk.num_drafts < chunk.count and chunk.num_drafts <= self.scenario.most_drafts
+            assert not chunk.num_drafts or (sequence.id in self.scenario.drafting and chunk.is_decode)
+            longest = sequence.length + chunk.num_drafts
+            assert longest <= sequence.max_len, "a step is wasted beyond the maximum length"
             if self.pool is not None:
                 self.check_writes(chunk)
 
@@ -258,7 +410,20 @@ class Simulation:
             assert self.pool._users[page] == 1, "a row writes a page of two rows"
             assert self.pool._keys[page] is None, "a row writes a published page"
 
+    def check_host(self):
+        """The host keeps the state of sequences that wait, and of no other."""
+        host = self.scheduler.host
+        saved = [each.saved for each in self.sequences.values() if each.saved is not None and not each.finish_reason]
+        slots = [each.slot for each in saved if each.slot is not None]
+        assert len(set(slots)) == len(slots) == (host.limits.num_slots or 0) - host.num_free_slots
+        if host.pages is not None:
+            users = collections.Counter(page for each in saved for page in each.pages)
+            assert host.pages._users == [users[page] for page in range(host.pages.num_pages)], "host pages leak"
+        for sequence in self.sequences.values():
+            assert sequence.saved is None or (sequence.slot is None and sequence.num_computed)
+
     def check_pool(self):
+        self.check_host()
         slots = [*self.scheduler._rows._slots, *(sequence.slot for sequence in self.running())]
         assert sorted(slots) == list(range(self.scenario.limits.max_rows)), "slots are lost or used twice"
         pool = self.pool
@@ -284,4 +449,5 @@ class Simulation:
             return
         assert (sequence.output, sequence.finish_reason) == (output, finish)
         num_wasted = self.device.num_sampled[sequence.id] - len(output)
-        assert num_wasted <= (finish == "stop" and self.scenario.is_ahead), "rows are wasted"
+        most_wasted = (finish == "stop") * (self.scenario.is_ahead + self.scenario.most_drafts)
+        assert num_wasted <= most_wasted, "rows are wasted"

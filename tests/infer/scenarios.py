@@ -1,5 +1,8 @@
 """Random requests for a scheduler."""
 
+import dataclasses
+
+from axcore.infer.host_pool import HostLimits
 from axcore.infer.requests import Request, SamplingOptions
 from axcore.infer.scheduler import SchedulerLimits
 
@@ -29,7 +32,9 @@ def random_scenario(rng, max_requests=24, **changes):
     page_size = rng.choice([1, 2, 4, 8])
     num_pages = rng.choice([None, *[rng.randint(4, 40)] * 4])
     max_rows = rng.randint(1, 6)
-    limits = SchedulerLimits(max_rows, rng.randint(4, 60), max_rows + rng.randint(0, 30), rng.choice([0, 0.01, 0.2]))
+    limits = SchedulerLimits(
+        max_rows, rng.randint(4, 60), rng.randint(1, 40), rng.choice([0, 0.01, 0.2]), rng.choice([1, 1, 4])
+    )
     max_len = limits.max_len if num_pages is None else min(limits.max_len, page_size * num_pages)
     shared = [rng.randrange(VOCAB) for _ in range(max_len)]
     arrivals = []
@@ -45,5 +50,26 @@ def random_scenario(rng, max_requests=24, **changes):
         "page_size": page_size,
         "is_ahead": rng.choice([True, True, False]),
         "flush_at": flush_at,
+        "most_drafts": rng.choice([0, 1, 3, 6]),
+        "drafting": frozenset(id for id in range(max_requests) if rng.random() < 0.7),
+        "is_late": rng.choice([True, False, False]),
     }
     return Scenario(**scenario | changes)
+
+
+def random_host(rng, scenario):
+    """The scenario with host memory. Some of its prompts were computed by another device, or are for another."""
+    has_pages = scenario.num_pages is not None
+    shares_prefixes = rng.random() < 0.7
+    num_slots = None if has_pages and shares_prefixes else rng.randint(0, 5)
+    host = HostLimits(rng.randint(0, 40) if has_pages else 0, num_slots, offloads_preempted=rng.random() < 0.8)
+    arrivals = list(scenario.arrivals)
+    for at, arrival in enumerate(arrivals):
+        if rng.random() < 0.2:
+            arrivals[at] = dataclasses.replace(arrival, is_imported=True)
+        elif rng.random() < 0.2:
+            options = dataclasses.replace(arrival.request.options, max_tokens=1, min_tokens=0)
+            arrivals[at] = dataclasses.replace(
+                arrival, request=dataclasses.replace(arrival.request, options=options), is_exported=True
+            )
+    return dataclasses.replace(scenario, arrivals=tuple(arrivals), host=host, shares_prefixes=shares_prefixes)

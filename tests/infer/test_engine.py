@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import gc
+import itertools
 import queue
 import subprocess
 import sys
@@ -15,8 +16,10 @@ from flax import nnx
 
 import axcore as ax
 from axcore.config import AxcoreError, ConfigError
-from axcore.infer import Engine, Request, SamplingOptions, Stream
+from axcore.infer import Engine, Request, SamplingOptions, Stream, loop as loop_module
+from axcore.infer.loop import EngineLoop
 from axcore.infer.runner import Runner
+from axcore.infer.sequences import Sequence
 from axcore.module import functional
 from axcore.parallel import Mesh
 from axcore.testing.devices import on_devices
@@ -166,8 +169,10 @@ def test_requests_that_cannot_run_raise(engine):
         engine.generate([Request((6,) * 48)])
     with pytest.raises(ConfigError, match=rf"request.ids: token id {VOCAB_SIZE} is not below {VOCAB_SIZE}"):
         engine.generate([Request((VOCAB_SIZE,))])
-    with pytest.raises(ConfigError, match=r"request.adapter='lora': the engine has no adapters. Use None"):
+    with pytest.raises(ConfigError, match=r"request.adapter='lora': the engine has no adapters. Use None, or set"):
         engine.generate([Request((6,), adapter="lora")])
+    with pytest.raises(ConfigError, match=r"adapter 'lora': the engine has no room for adapters. Set engine.adapters"):
+        engine.load_adapter("lora", "runs/lora")
     with pytest.raises(ConfigError, match=r"sampling.stop=\('a',\) requires a tokenizer"):
         engine.generate([Request((6,), SamplingOptions(stop=("a",)))])
 
@@ -393,3 +398,54 @@ def test_scores_are_the_log_probabilities_of_the_model(engine, model):
         expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         assert [each.id for each in found] == list(ids[1:])
         np.testing.assert_allclose([each.logprob for each in found], expected[range(len(ids) - 1), ids[1:]], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_step_is_read_before_the_next_is_planned_only_if_a_sequence_needs_its_last_token(
+    model, recomputed, monkeypatch, name
+):
+    class Waiting(Sequence):
+        needs_last_token = property(lambda self: self.request.salt == "waits", lambda self, _: None)
+
+    of_each, start, collect = {}, EngineLoop._start, EngineLoop._collect  # engines of other tests may still run
+
+    def started(loop, plan):
+        of_each.setdefault(loop, []).append(("start", plan))
+        return start(loop, plan)
+
+    def collected(loop, flight):
+        of_each.setdefault(loop, []).append(("collect", flight.plan))
+        collect(loop, flight)
+
+    monkeypatch.setattr(loop_module, "Sequence", Waiting)
+    monkeypatch.setattr(EngineLoop, "_start", started)
+    monkeypatch.setattr(EngineLoop, "_collect", collected)
+    cfg = Engine.Config(max_len=MAX_LEN, max_rows=3, step_tokens=20, **CACHES[name])
+    for salt in ("waits", "runs ahead"):
+        asked = [Request(ids, GREEDY, salt=salt) for ids in prompts((30, 4))] + [Request((6, 7), GREEDY)]
+        with cfg.build(model, eos_ids=(5,)) as engine:
+            found = [piece.ids for piece in engine.generate(asked)]
+        assert found == [recomputed(request.ids, GREEDY) for request in asked]
+        events = of_each[engine._loop]
+        waiting = [[chunk for chunk in plan.chunks if chunk.sequence.needs_last_token] for _, plan in events]
+        assert any(waiting) == (salt == "waits")
+        assert all(chunk.ids for chunks in waiting for chunk in chunks)
+        in_flight = [kind for kind, _ in events]
+        assert ("start", "start") in itertools.pairwise(in_flight)
+        for (kind, plan), (after, _) in itertools.pairwise(events):
+            if kind == "start" and any(chunk.is_last for chunk in plan.chunks if chunk.sequence.needs_last_token):
+                assert after == "collect"
+
+
+def test_samples_of_a_request_share_its_prompt(engine):
+    (ids,) = prompts((17,), seed=8)
+    asked = [Request(ids, SamplingOptions(seed=3, max_tokens=5, ignore_eos=True)), Request(ids[:5], GREEDY)]
+    cached = engine.stats.cached_tokens
+    found = engine.generate(asked, n=3)
+    assert [piece.ids for piece in found[:3]] == [engine.stream(asked[0], sample=at).result().ids for at in range(3)]
+    assert len({piece.ids for piece in found[:3]}) == 3
+    assert [piece.ids for piece in found[3:]] == 3 * [engine.generate(asked[1:])[0].ids]
+    assert engine.stats.pages is None or engine.stats.cached_tokens >= cached + 2 * 16
+    for wrong in (0, -1, 1.5, True):
+        with pytest.raises(ConfigError, match="n must be an int of at least 1"):
+            engine.generate(asked, n=wrong)

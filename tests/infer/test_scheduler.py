@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from axcore.config import ConfigError
 from axcore.infer.pages import PagePool
-from axcore.infer.scheduler import Limits, Scheduler, Sequence
+from axcore.infer.scheduler import Scheduler, SchedulerLimits, Sequence
 
 from .fake_device import END, Arrival, Scenario, Simulation
 from .scenarios import random_request, random_scenario, request
@@ -49,7 +49,7 @@ def test_two_runs_have_equal_plans(rng):
 
 
 def test_a_step_has_decodes_first_and_then_chunks_of_several_prompts():
-    simulation = started(Limits(4, 100, 12), [request(1, 9, ignore_eos=True), request(10, 9), request(9, 9)])
+    simulation = started(SchedulerLimits(4, 100, 12), [request(1, 9, ignore_eos=True), request(10, 9), request(9, 9)])
     for _ in range(3):
         simulation.step()
     assert [dispatched(simulation, at) for at in range(3)] == [
@@ -62,17 +62,19 @@ def test_a_step_has_decodes_first_and_then_chunks_of_several_prompts():
 
 @pytest.mark.parametrize("is_ahead", [True, False])
 def test_the_last_token_is_known_ahead_and_wastes_no_row(is_ahead):
-    simulation = started(Limits(2, 100, 50), [request(5, 7, ignore_eos=True)], num_pages=9, is_ahead=is_ahead).run()
+    simulation = started(
+        SchedulerLimits(2, 100, 50), [request(5, 7, ignore_eos=True)], num_pages=9, is_ahead=is_ahead
+    ).run()
     assert sum(len(rows) for rows in simulation.trace) == 7  # one for the prompt, six for the output but the last token
 
 
 def test_slot_and_pages_are_reused_in_the_step_after_the_last():
-    simulation = started(Limits(1, 8, 8), [request(4, 2), request(4, 2, salt="other")], num_pages=2).run()
+    simulation = started(SchedulerLimits(1, 8, 8), [request(4, 2), request(4, 2, salt="other")], num_pages=2).run()
     assert [[row.id for row in rows] for rows in simulation.trace] == [[0], [0], [1], [1]]
 
 
 def test_end_tokens_stop_a_sequence_after_min_tokens():
-    limits = Limits(2, 200, 50)
+    limits = SchedulerLimits(2, 200, 50)
     plain, ignoring, stopping = (
         next(iter(started(limits, [each]).run().sequences.values()))
         for each in (request(3), request(3, ignore_eos=True), request(3, min_tokens=40))
@@ -87,18 +89,18 @@ def test_end_tokens_stop_a_sequence_after_min_tokens():
 
 
 def test_stop_ids_end_a_sequence():
-    free = next(iter(started(Limits(1, 60, 9), [request(3, ignore_eos=True)]).run().sequences.values()))
+    free = next(iter(started(SchedulerLimits(1, 60, 9), [request(3, ignore_eos=True)]).run().sequences.values()))
     token = free.output[4]
     sequence = Sequence(0, request(3, ignore_eos=True, stop_token_ids=(token,)))
-    sequence.max_len, sequence.num_pending = 60, 5
-    for each in free.output[:5]:
-        assert sequence.finish_reason is None
-        sequence.append(each)
-    assert sequence.finish_reason == "stop"
+    sequence.max_len = 60
+    for each in free.output[:4]:
+        assert sequence.extend([each]) == 1 and sequence.finish_reason is None
+    assert sequence.extend([token, 1, 2]) == 1 and sequence.finish_reason == "stop"
+    assert sequence.output == free.output[:5]
 
 
 def test_sequences_of_one_request_share_the_pages_of_its_prompt():
-    simulation = started(Limits(8, 100, 64), [request(41, 8, ignore_eos=True)] * 5, num_pages=40)
+    simulation = started(SchedulerLimits(8, 100, 64), [request(41, 8, ignore_eos=True)] * 5, num_pages=40)
     simulation.step()
     assert dispatched(simulation) == {0: 41}  # the others wait for its pages
     simulation.step()
@@ -111,25 +113,32 @@ def test_sequences_of_one_request_share_the_pages_of_its_prompt():
 def test_prefixes_are_shared_up_to_the_page_before_the_last_token():
     for length, cached in ((8, 4), (9, 8), (10, 8)):
         pair = [Arrival(0, request(length, 3)), Arrival(9, request(length, 3))]
-        simulation = Simulation(Scenario(Limits(1, 40, 40), tuple(pair), num_pages=20)).run()
+        simulation = Simulation(Scenario(SchedulerLimits(1, 40, 40), tuple(pair), num_pages=20)).run()
         assert simulation.sequences[1].num_cached == cached
 
 
 def test_outputs_are_shared_as_prefixes_of_the_next_turn():
-    first = next(iter(started(Limits(1, 60, 40), [request(6, 11, ignore_eos=True)]).run().sequences.values()))
+    first = next(iter(started(SchedulerLimits(1, 60, 40), [request(6, 11, ignore_eos=True)]).run().sequences.values()))
     turn = request([*first.tokens, 5, 6], 3)
-    scenario = Scenario(Limits(1, 60, 40), (Arrival(0, first.request), Arrival(30, turn)), num_pages=20)
+    scenario = Scenario(SchedulerLimits(1, 60, 40), (Arrival(0, first.request), Arrival(30, turn)), num_pages=20)
     assert Simulation(scenario).run().sequences[1].num_cached == 16
 
 
 @pytest.mark.parametrize(
-    ("changes", "flush_at", "cached"),
-    [({}, set(), 12), ({"salt": "b"}, set(), 0), ({"adapter": "b"}, set(), 0), ({}, {20}, 0)],
+    ("changes", "version", "flush_at", "cached"),
+    [
+        ({}, 1, set(), 12),
+        ({"salt": "b"}, 1, set(), 0),
+        ({"adapter": "b"}, 1, set(), 0),
+        ({"adapter": None}, 1, set(), 0),
+        ({}, 2, set(), 0),
+        ({}, 1, {20}, 0),
+    ],
 )
-def test_other_salts_adapters_and_weights_share_nothing(changes, flush_at, cached):
+def test_other_salts_adapters_and_weights_share_nothing(changes, version, flush_at, cached):
     first, second = (request(13, 3, **{"salt": "a", "adapter": "a"} | each) for each in ({}, changes))
-    arrivals = (Arrival(0, first), Arrival(30, second))
-    scenario = Scenario(Limits(1, 40, 40), arrivals, num_pages=20, flush_at=frozenset(flush_at))
+    arrivals = (Arrival(0, first), Arrival(30, second, adapter_version=version))
+    scenario = Scenario(SchedulerLimits(1, 40, 40), arrivals, num_pages=20, flush_at=frozenset(flush_at))
     assert Simulation(scenario).run().sequences[1].num_cached == cached
 
 
@@ -137,7 +146,7 @@ def test_the_newest_of_the_lowest_priority_is_preempted_and_nobody_admitted():
     requests = [
         request([at] * 4, 12, priority=priority, ignore_eos=True) for at, priority in ((1, 0), (2, 1), (3, 1), (4, 0))
     ]
-    simulation = started(Limits(5, 16, 40), requests, num_pages=4)
+    simulation = started(SchedulerLimits(5, 16, 40), requests, num_pages=4)
     simulation.arrivals.append((4, Arrival(1, request([5], 2, priority=-1))))
     running = []
     for _ in range(3):
@@ -149,7 +158,9 @@ def test_the_newest_of_the_lowest_priority_is_preempted_and_nobody_admitted():
 
 
 def test_a_sequence_alone_may_use_the_whole_pool():
-    simulation = started(Limits(2, 100, 60, watermark=0.5), [request(4, 36, ignore_eos=True)] * 2, num_pages=10).run()
+    simulation = started(
+        SchedulerLimits(2, 100, 60, watermark=0.5), [request(4, 36, ignore_eos=True)] * 2, num_pages=10
+    ).run()
     assert max(len(rows[0].pages) for rows in simulation.trace) == 10
 
 
@@ -157,7 +168,7 @@ def test_a_sequence_alone_may_use_the_whole_pool():
 def test_a_higher_priority_takes_the_place_of_a_lower_one(num_pages):
     low, high = request([1] * 30, 9, priority=1, ignore_eos=True), request([2] * 20, 2, priority=0)
     arrivals = (Arrival(0, low), Arrival(3, high), Arrival(3, high))
-    simulation = Simulation(Scenario(Limits(1, 40, 40), arrivals, num_pages))
+    simulation = Simulation(Scenario(SchedulerLimits(1, 40, 40), arrivals, num_pages))
     for _ in range(4):
         simulation.step()
     assert dispatched(simulation) == {1: 20} and simulation.scheduler.num_preempted == 1
@@ -166,7 +177,7 @@ def test_a_higher_priority_takes_the_place_of_a_lower_one(num_pages):
 
 def test_an_equal_priority_waits():
     arrivals = (Arrival(0, request(30, 9, ignore_eos=True)), Arrival(1, request([2], 2)))
-    simulation = Simulation(Scenario(Limits(1, 40, 40), arrivals, num_pages=10)).run()
+    simulation = Simulation(Scenario(SchedulerLimits(1, 40, 40), arrivals, num_pages=10)).run()
     assert simulation.scheduler.num_preempted == 0 and len(simulation.trace) == 9 + 2
 
 
@@ -174,7 +185,7 @@ def test_an_equal_priority_waits():
 def test_cancelling_in_every_state_returns_the_pages(state):
     lengths = {"waiting": (30, 9), "partly computed": (30, 9), "last in flight": (4, 1)}.get(state, (4, 30))
     simulation = started(
-        Limits(1 if state == "waiting" else 4, 48, 16), [request(8, 39, ignore_eos=True)] * 2, num_pages=12
+        SchedulerLimits(1 if state == "waiting" else 4, 48, 16), [request(8, 39, ignore_eos=True)] * 2, num_pages=12
     )
     simulation.arrivals.append((2, Arrival(1, request([3] * lengths[0], lengths[1], ignore_eos=True))))
     simulation.step()
@@ -194,7 +205,7 @@ def test_cancelling_in_every_state_returns_the_pages(state):
 
 
 def test_a_stop_string_ends_a_sequence_with_its_own_reason():
-    simulation = started(Limits(1, 40, 40), [request(4, 30, ignore_eos=True)], num_pages=10)
+    simulation = started(SchedulerLimits(1, 40, 40), [request(4, 30, ignore_eos=True)], num_pages=10)
     for _ in range(4):
         simulation.step()
     assert simulation.scheduler.cancel(0, "stop")
@@ -219,7 +230,7 @@ def test_a_stop_string_ends_a_sequence_with_its_own_reason():
     ],
 )
 def test_requests_that_never_fit_are_refused_and_others_unharmed(num_pages, given_request, message):
-    simulation = started(Limits(2, 32, 16), [request(6, 4)], num_pages)
+    simulation = started(SchedulerLimits(2, 32, 16), [request(6, 4)], num_pages)
     simulation.step()
     with pytest.raises(ConfigError, match=message):
         simulation.scheduler.add(Sequence(7, given_request))
@@ -231,20 +242,20 @@ def test_requests_that_never_fit_are_refused_and_others_unharmed(num_pages, give
     [
         ((0, 8, 8), "limits.max_rows must be at least 1, not 0"),
         ((2, 1, 8), "limits.max_len must be at least 2, not 1"),
-        ((8, 8, 7), "limits.step_tokens must be at least 8, not 7"),
+        ((8, 8, 0), "limits.step_tokens must be at least 1, not 0"),
         ((2, 8, 8, 1.0), "limits.watermark must be at least 0 and below 1, not 1.0"),
         ((2, 8, 8, float("nan")), "limits.watermark must be .* not nan"),
     ],
 )
 def test_impossible_limits_are_refused(values, message):
     with pytest.raises(ConfigError, match=message):
-        Limits(*values)
+        SchedulerLimits(*values)
 
 
 @pytest.mark.parametrize("page_size", [16, 32])
 def test_nearly_all_of_the_pool_holds_tokens_before_a_request_waits(page_size):
     rng, num_pages = random.Random(0), 2**17 // page_size
-    scheduler = Scheduler(Limits(1024, 4096, 2**18), PagePool(num_pages, page_size))
+    scheduler = Scheduler(SchedulerLimits(1024, 4096, 2**18), PagePool(num_pages, page_size))
     sequences = [
         Sequence(id, request([1 + id % 20, *range(20)] * rng.randint(4, 80), 64, salt=str(id))) for id in range(400)
     ]
@@ -259,7 +270,7 @@ def test_nearly_all_of_the_pool_holds_tokens_before_a_request_waits(page_size):
 def test_nearly_all_of_the_pool_holds_tokens_before_a_sequence_is_preempted():
     rng, page_size, num_pages = random.Random(0), 16, 1024
     requests = [request([1 + id % 20] * rng.randint(16, 1500), 400, ignore_eos=True, salt=str(id)) for id in range(30)]
-    simulation = started(Limits(64, 4096, 2**16), requests, num_pages, page_size)
+    simulation = started(SchedulerLimits(64, 4096, 2**16), requests, num_pages, page_size)
     while not simulation.scheduler.num_preempted:
         used = sum(sequence.num_computed for sequence in simulation.running())
         simulation.step()
@@ -271,7 +282,7 @@ def test_newcomers_do_not_starve_older_requests(num_pages):
     rng = random.Random(0)
     arrivals = [Arrival(at, request([rng.randrange(20) for _ in range(rng.randint(1, 20))], 8)) for at in range(300)]
     arrivals[50] = Arrival(50, request([3] * 39, 9, ignore_eos=True))  # the whole pool
-    simulation = Simulation(Scenario(Limits(4, 48, 12), tuple(arrivals), num_pages))
+    simulation = Simulation(Scenario(SchedulerLimits(4, 48, 12), tuple(arrivals), num_pages))
     starts = {}
     while simulation.arrivals or not simulation.scheduler.is_idle:
         simulation.step()
@@ -289,7 +300,7 @@ def test_no_page_is_lost_after_ten_thousand_requests():
     for at in range(10_000):
         cancel_at = at // 2 + rng.randint(0, 40) if rng.random() < 0.2 else None
         arrivals.append(Arrival(at // 2, random_request(rng, 48, shared), cancel_at))
-    scenario = Scenario(Limits(24, 48, 96), tuple(arrivals), num_pages=160, flush_at=frozenset([700, 3100]))
+    scenario = Scenario(SchedulerLimits(24, 48, 96), tuple(arrivals), num_pages=160, flush_at=frozenset([700, 3100]))
     simulation = Simulation(scenario, max_steps=200_000).run()
     usage = simulation.pool.usage
     assert usage.live == 0 and usage.cached + usage.free == 160

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from axcore.infer.pages import PagePool
-from axcore.infer.rows import Rows
+from axcore.infer.rows import CachedPrefix, Rows
 from axcore.infer.scheduler import Scheduler, Sequence
 
 from .fake_device import Simulation
@@ -80,7 +80,7 @@ class PublishesPagesThatAreNotFull(Rows):
 class SharesThePageOfTheLastToken(Rows):
     def lookup(self, sequence):
         super().lookup(sequence)
-        return self.pool.match(sequence.keys), None
+        return CachedPrefix(self.pool.match(sequence.keys), [])
 
 
 class KeepsSlots(Rows):
@@ -92,9 +92,9 @@ class KeepsSlots(Rows):
 
 
 class ResumesWhereItWasPreempted(Scheduler):
-    def _preempt(self, sequence):
+    def _preempt(self, sequence, **options):
         num_computed = sequence.num_computed
-        super()._preempt(sequence)
+        super()._preempt(sequence, **options)
         sequence.num_computed = num_computed
 
     def _start(self, sequence, cached, step):
@@ -105,9 +105,9 @@ class ResumesWhereItWasPreempted(Scheduler):
 
 
 class DropsTokensInFlight(Scheduler):
-    def _preempt(self, sequence):
+    def _preempt(self, sequence, **options):
         sequence.num_pending = 0
-        super()._preempt(sequence)
+        super()._preempt(sequence, **options)
 
 
 class ForgetsPagesOfCancelled(Scheduler):
@@ -129,7 +129,7 @@ class RecordsCancelled(Scheduler):
     def record(self, plan, tokens):
         for chunk in plan.chunks:
             if chunk.is_last and chunk.sequence.finish_reason == "cancelled":
-                chunk.sequence.append(tokens[chunk.sequence.id])
+                chunk.sequence.extend(tokens[chunk.sequence.id])
         return super().record(plan, tokens)
 
 
@@ -147,8 +147,8 @@ class PlansBeyondTheLength(Scheduler):
 
 
 class ReleasesBeforeTheLastStep(Scheduler):
-    def plan(self):
-        plan = super().plan()
+    def plan(self, drafts):
+        plan = super().plan(drafts)
         for sequence in self._rows:
             if sequence.is_complete:
                 self._rows.release(sequence)
@@ -189,6 +189,73 @@ class LosesStepsOfDecodes(Scheduler):
         super()._admit(step, num_preempted)
 
 
+class PublishesPagesOfDrafts(Scheduler):
+    def plan(self, drafts):
+        plan = super().plan(drafts)
+        for chunk in plan.chunks if plan else ():
+            sequence = chunk.sequence
+            if chunk.num_drafts and sequence.pages:
+                known, sequence.num_computed = sequence.tokens, chunk.start + chunk.count
+                sequence.tokens = [*known, *chunk.ids[1:]]
+                self._rows.publish(sequence)
+                sequence.tokens, sequence.num_computed = known, chunk.start + 1
+        return plan
+
+
+class CountsRejectedDraftsAsComputed(Scheduler):
+    def record(self, plan, tokens):
+        changed = super().record(plan, tokens)
+        for chunk in plan.chunks:
+            if chunk.num_drafts and chunk.sequence.slot is not None and chunk.sequence.num_computed:
+                chunk.sequence.num_computed = chunk.start + chunk.count
+        return changed
+
+
+class PlansWhileDraftsAreVerified(Scheduler):
+    def plan(self, drafts):
+        for sequence in self._rows:
+            sequence.is_verified = False
+        return super().plan(drafts)
+
+
+class DraftsBeyondTheLength(Scheduler):
+    def _verify(self, sequence, drafts, step):
+        sequence.max_len += 1
+        super()._verify(sequence, drafts, step)
+        sequence.max_len -= 1
+
+
+class DraftsWithoutPages(Rows):
+    def grow(self, sequence, num_drafts=0):
+        return super().grow(sequence)
+
+
+class KeepsPagesOfRejectedDrafts(Rows):
+    def shrink(self, sequence):
+        pass
+
+
+class ReleasesPagesOfTheNextToken(Rows):
+    def shrink(self, sequence):
+        self.pool.release(sequence.pages[-1:])
+        del sequence.pages[-1:]
+
+
+class DraftsAfterUnknownTokens(Scheduler):
+    def _verify(self, sequence, drafts, step):
+        num_pending, sequence.num_pending = sequence.num_pending, 0
+        super()._verify(sequence, drafts, step)
+        sequence.num_pending = num_pending
+
+
+class KeepsTokensAfterTheEnd(Scheduler):
+    def record(self, plan, tokens):
+        changed = super().record(plan, tokens)
+        for sequence, count in changed.items():
+            sequence.tokens += tokens[sequence.id][count:]
+        return changed
+
+
 FAULTS = [
     each
     for each in vars().copy().values()
@@ -199,7 +266,7 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_checks_catch(fault):
     kind = {PagePool: "pool", Rows: "rows", Scheduler: "scheduler"}[fault.__base__]
-    with pytest.raises((AssertionError, KeyError, IndexError)):
+    with pytest.raises((AssertionError, KeyError, IndexError, ValueError)):
         for seed in range(150):
             Simulation(random_scenario(random.Random(seed), **{kind: fault}), max_steps=1000).run()
 

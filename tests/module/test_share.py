@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import axcore as ax
-from axcore.module import ContextError, invoke, scan, stack
+from axcore.module import ContextError, functional, invoke, scan, stack
 
 
 class Giver(ax.Layer):
@@ -179,6 +179,22 @@ def test_values_shared_in_remat_reach_later_layers_and_carry_gradients():
     assert run(Recomputed.Config()) == 3.0
     module = Recomputed.Config().build(rngs=ax.Rngs(0))
     assert jax.grad(lambda x: invoke(module, x)[0])(jnp.float32(1.0)) == 3.0
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_caller_shares_values_with_all_layers_of_one_call(remat):
+    module = Stacked.Config(before=Quiet.Config(), each=Taker.Config(), remat=remat).build(rngs=ax.Rngs(0))
+    fn, params, state = functional(module)
+
+    @jax.jit
+    def shared(x):
+        return invoke(module, x, shared={"value": {"times": 2 * x}})[0], fn(
+            params, state, x, shared={"value": {"times": 3 * x}}
+        )[0][0]
+
+    assert shared(jnp.float32(1.0)) == (7.0, 10.0)
+    with pytest.raises(ContextError, match="'value'"):
+        invoke(module, 1.0)
 
 
 def test_each_call_starts_without_shared_values():

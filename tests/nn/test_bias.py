@@ -18,7 +18,7 @@ from axcore.nn import (
     TransformerLayer,
     refusal,
 )
-from axcore.nn.attention.choice import recording
+from axcore.nn.choosing import recording
 
 from . import reference
 from .support import call, decoded, inputs, parameters, shapes, wide
@@ -131,7 +131,7 @@ def test_a_kernel_that_supports_the_bias_is_chosen():
     params = parameters(cfg)
     with recording() as choices:
         jax.eval_shape(shapes(cfg)[0], params, {}, X, PACKED)
-    assert [(type(choice.kernel), [type(kernel) for kernel, _ in choice.refused]) for choice in choices] == [
+    assert [(type(choice.chosen), [type(kernel) for kernel, _ in choice.refused]) for choice in choices] == [
         (Local, [Plain])
     ]
     np.testing.assert_allclose(call(cfg, params, X, PACKED)[0], by_formula(params), rtol=1e-4, atol=1e-5)

@@ -24,8 +24,8 @@ from axcore.nn import (
     attend,
     use_remat,
 )
-from axcore.nn.attention.choice import recording
 from axcore.nn.attention.context.hops import hops_of
+from axcore.nn.choosing import recording
 from axcore.parallel import ByTag, Mesh, Remat
 from axcore.plugin import PluginError
 from axcore.testing import tiny_batch, tiny_model

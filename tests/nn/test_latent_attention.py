@@ -26,7 +26,7 @@ from axcore.nn import (
     for_decoding,
     use_kernels,
 )
-from axcore.nn.attention.choice import recording
+from axcore.nn.choosing import recording
 from axcore.numerics import Numerics
 from axcore.parallel import Remat
 from axcore.testing import tiny_batch
@@ -274,7 +274,7 @@ def test_kernel_requests_contain_the_widths_of_latent_attention():
     with recording() as choices:
         jax.eval_shape(abstract(cfg)[0], params, {}, X, TOKENS)
     (choice,) = choices
-    assert isinstance(choice.kernel, ReferenceKernel)
+    assert isinstance(choice.chosen, ReferenceKernel)
     (request,) = choice.requests
     assert (request.num_kv_heads, request.head_dim, request.value_dim) == (HEADS, 6, 3)
     alone = latent(kernel=NarrowValues.Config())

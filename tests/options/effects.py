@@ -15,10 +15,13 @@ from axcore.config import AxcoreError, Config, ConfigError, walk
 from axcore.config.node import field_names, type_name
 from axcore.config.tree import get, join, transform
 from axcore.config.types import arms_of, conforms, hints
+from axcore.infer import GrammarCompiler
+from axcore.infer.speculation import MTP
 from axcore.nn import Initializer, Normal, Ones
 from axcore.parallel import Remat, SaveMatmuls
 from axcore.train import FromRun, JsonlWriter
 from axcore_gemv.matmul import Gemv
+from axcore_guided.compiler import LLGuidance
 
 Field = tuple[type[Config], str]
 
@@ -50,6 +53,7 @@ def nothing(path, axes):
 
 
 VALUES: dict[str, tuple[object, ...]] = {
+    "axcore.infer.engine.Engine.speculation": (MTP.Config(),),
     "axes": (("kv_seq",), ("kv_seq", None), ("kv_seq", None, None)),
     **{f"axcore.module.layer.DTypes.{name}": ("float16",) for name in ("param", "compute", "accumulate", "output")},
     "axcore.nn.causal_lm.CausalLM.pad_vocab_to": (5,),
@@ -88,6 +92,7 @@ KINDS: Mapping[object, tuple[object, ...]] = {
         ax.DTypes(param="float16"),
         ax.DTypes(accumulate="bfloat16"),
     ),
+    GrammarCompiler.Config: (LLGuidance.Config(),),
     Initializer: (Normal(stddev=0.5), Ones()),
     Remat: (SaveMatmuls(), Remat()),
 }

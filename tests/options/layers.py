@@ -64,6 +64,7 @@ from axcore_gemv.matmul import Gemv
 from axcore_int8.int4 import Int4
 from axcore_int8.int8 import Int8
 from axcore_lora.layer import DoRA, LoRA
+from axcore_lora.slots import LoRASlots
 from axcore_mamba2.mixer import Mamba2
 from axcore_mamba2.norm import GatedRMSNorm
 from axcore_moe.balance import LoadBalance
@@ -248,7 +249,7 @@ def blocks():
     linear = {"input_dim": DIM, "output_dim": 6, "use_bias": True, "axes": ("embed", "mlp"), "init": FanIn()}
     yield Host(Linear.Config(**linear, dtypes=DTYPES), plain)
     hopper = Mesh().abstract(1, "gpu", "NVIDIA H100")
-    yield Host(Linear.Config(**linear, matmul=Gemv()), traced(x, mesh=hopper), "matmul")
+    yield Host(Linear.Config(**linear, matmul=Gemv()), traced(lambda cfg: x(cfg, 1, 1), mesh=hopper), "matmul")
     yield Host(Linear.Config(**linear, numerics=Rounded.Config()), plain)
     yield Host(Linear.Config(**linear, numerics=Fp8.Config()), plain, "numerics")
     delayed = Fp8.Config(scaling="delayed", amax_history_len=4)
@@ -258,6 +259,7 @@ def blocks():
         yield Host(Linear.Config(**linear | {"input_dim": 65}, numerics=made), traced(x, gradient=True))
     for adapter in (LoRA, DoRA):
         yield Host(Linear.Config(**linear, adapter=adapter.Config(rank=2, dropout=0.1)), plain)
+    yield Host(Linear.Config(**linear, adapter=LoRASlots.Config(slots=2, rank=2)), plain)
     yield Host(
         GroupedLinear.Config(
             groups=2,

@@ -18,9 +18,10 @@ import numpy as np
 import axcore as ax
 import axcore.train.data.rows
 import axcore_recipes.text_reports
-from axcore.infer import Engine, Request, SamplingOptions
+from axcore.infer import Engine, Grammar, Request, SamplingOptions
+from axcore.infer.speculation import MTP, DraftModel, NGram
 from axcore.module import abstract, functional
-from axcore.nn import FeedForward, LayerNorm, Repeat
+from axcore.nn import FeedForward, LayerNorm, MultiTokenPrediction, Repeat
 from axcore.testing.models import tiny_model
 from axcore.train import (
     BitsPerByte,
@@ -40,6 +41,7 @@ from axcore.train.callbacks.group import Callbacks
 from axcore.train.checkpoint.initial import initial_arrays
 from axcore.train.checkpoint.model_folder import flat
 from axcore.train.data import (
+    ByteTokenizer,
     ConcatThenSplit,
     FirstFit,
     JsonLines,
@@ -49,10 +51,12 @@ from axcore.train.data import (
 )
 from axcore_callbacks.early_stopping import EarlyStopping
 from axcore_callbacks.ema import EMA
+from axcore_guided.compiler import LLGuidance
 from axcore_hf.checkpoint import Checkpoint
 from axcore_hf.feature import PublishedTokenizer
 from axcore_hf.initial import FromHF
 from axcore_hf.tokenizer import HFTokenizer
+from axcore_lora import LoRAAdapters
 from axcore_moe.dead_experts import DeadExpertWarning
 from axcore_moe.upcycling import Upcycled
 from axcore_paged_kv.cache import PagedCache
@@ -88,19 +92,53 @@ def hosts(folder, patch):
     yield Host(Checkpointer.Config(keep_every=2), saved(folder, patch))
     yield from initials(folder)
     yield Host(Engine.Config(cache=PagedCache.Config(page_size=2), max_rows=2, max_len=8, step_tokens=4), served())
+    yield Host(NGram.Config(num_speculative_tokens=2, prompt_lookup_max=3), continued)
+    small = Engine.Config(max_rows=2, max_len=12, step_tokens=4)
+    predicting = tiny_model().set(future=(MultiTokenPrediction.Config(layer=tiny_model().decoder.layers),))
+    for drafter in (DraftModel.Config(num_speculative_tokens=2), MTP.Config(num_speculative_tokens=2)):
+        draft_model = tiny_model() if isinstance(drafter, DraftModel.Config) else None
+        yield Host(small.set(speculation=drafter), served(predicting, draft_model), at="speculation")
+    yield Host(Engine.Config(max_rows=2, max_len=32, grammars=LLGuidance.Config()), guided(), at="grammars")
+    room = LoRAAdapters.Config(max_adapters=2, max_rank=2, where=("decoder.**",), exclude=("**.down",))
+    yield Host(room, lambda cfg: room_for_adapters(cfg.build()))
     fields = ("input", "steps", "minutes", "initial", "seed", "checkpointer", "callbacks")
     yield Host(trainer(**run_fields(folder)), trained(folder), fields=fields)
 
 
-def served():
+def continued(cfg):
+    """The drafts for tokens whose last one, two and three occurred before."""
+    row = [1, 2, 3, 4, 5, 7, 3, 4, 6, 9, 4, 2, 3, 4]
+    return [NGram(cfg, None).continuation(row[start:]) for start in (0, 1, 3, 8)]
+
+
+def room_for_adapters(adapters):
+    """The shapes of the adapters of a small model."""
+    return str(abstract(adapters.attach(tiny_model()))[2])
+
+
+def served(model=None, draft_model=None):
     """Two requests with a common prefix and a short one, one after another."""
-    built = tiny_model().build(rngs=ax.Rngs(0))
+    built = (tiny_model() if model is None else model).build(rngs=ax.Rngs(0))
+    smaller = None if draft_model is None else draft_model.build(rngs=ax.Rngs(1))
     prompts = (1, 2, 3, 4, 5), (1, 2, 3, 4, 6), (7,)
     asked = [Request(ids, SamplingOptions(temperature=0.0)) for ids in prompts]
 
     def observe(cfg):
-        with cfg.build(built) as engine:
+        with cfg.build(built, draft_model=smaller) as engine:
             return [engine.generate([request]) for request in asked], engine.stats
+
+    return observe
+
+
+def guided():
+    """A text that follows a JSON schema."""
+    tokenizer = ByteTokenizer.Config().build()
+    built = tiny_model().set(vocab_size=tokenizer.vocab_size).build(rngs=ax.Rngs(0))
+    grammar = Grammar.json_schema({"const": [1, 2]})
+
+    def observe(cfg):
+        with cfg.build(built, tokenizer, eos_ids=tokenizer.eos_ids) as engine:
+            return engine.generate([engine.request("a", SamplingOptions(temperature=0.0, grammar=grammar))])
 
     return observe
 

@@ -38,6 +38,7 @@ NOTHING = object()
 pytestmark = pytest.mark.long
 
 COMMANDS = {
+    "adapter": ["adapter", "{here}/adapted", "new"],
     "aot": ["aot", "tiny"],
     "bench serve": ["bench", "serve", "tiny"],
     "convert": ["convert", "hf:{here}/hf", "new"],
@@ -69,6 +70,7 @@ COMMANDS = {
 }
 """Arguments with which each command succeeds."""
 
+ENGINE = {"cache": "contiguous:max_len=9", "max-len": "64", "max-rows": "3", "step-tokens": "64"}
 EDITS = {"--use": "alibi", "--set": "seed=5", "--target": "gpu-h100-8"}
 VALUES = {
     **{
@@ -76,6 +78,7 @@ VALUES = {
         for name in ("aot", "diff", "explain", "show", "train", "tune")
         for flag, value in EDITS.items()
     },
+    "adapter --step": "7",
     "aot --executable": "program",
     "aot --html": "page.html",
     "aot --json": "report.json",
@@ -87,11 +90,22 @@ VALUES = {
     "bench serve --output": "5",
     "bench serve --requests": "2",
     "bench serve --set": "model.softcap=3",
+    "bench serve --speculation": "ngram",
     "bench serve --step-tokens": "32",
     "bench serve --use": "alibi",
     "convert --dtype": "bfloat16",
     "convert --tokenizer": "{here}/tokenizer.json",
     "doctor --json": None,
+    **{
+        f"{name} --{flag}": value
+        for name in ("explain", "tune")
+        for flag, value in {
+            "cache": "contiguous:max_len=9",
+            "max-len": "64",
+            "max-rows": "3",
+            "step-tokens": "64",
+        }.items()
+    },
     "explain --json": None,
     "export --config": "{here}/same.json",
     "export --dtype": "bfloat16",
@@ -104,6 +118,7 @@ VALUES = {
     "generate --prompt": "b",
     "generate --seed": "1",
     "generate --set": "model.softcap=3",
+    "generate --speculation": "ngram",
     "generate --temperature": "0.5",
     "generate --tokens": "3",
     "generate --use": "alibi",
@@ -139,11 +154,15 @@ VALUES = {
     "rules --set": "input.batch_size=16",
     "rules --target": "cpu-4",
     "rules --use": "tensor:size=2",
+    "serve --adapter": "sql={here}/adapted",
+    "serve --adapters": "lora:max_adapters=2",
     "serve --api-keys": "{here}/tokenizer.json",
     "serve --cache": "contiguous:value_dim=4",
     "serve --chat-template": "{here}/tokenizer.json",
     "serve --drain-timeout": "3",
     "serve --dtype": "bfloat16",
+    "serve --embeddings": "last",
+    "serve --grammars": "llguidance:whitespace=",
     "serve --host": "0.0.0.0",
     "serve --max-body-mib": "3",
     "serve --max-len": "64",
@@ -154,7 +173,8 @@ VALUES = {
     "serve --port": "3",
     "serve --prompt-logprobs": None,
     "serve --set": "model.softcap=3",
-    "serve --step-tokens": "64",
+    "serve --speculation": "ngram",
+    "serve --step-tokens": "128",
     "serve --timeout": "3",
     "serve --use": "alibi",
     "show --history": "model",
@@ -171,6 +191,11 @@ VALUES = {
 }
 """A value for each flag, which differs from the one in COMMANDS; None: a flag without a value."""
 WITH = {
+    **{
+        f"{name} --{flag}": ["--max-len", "64"]
+        for name in ("explain", "tune")
+        for flag in ("cache", "max-rows", "step-tokens")
+    },
     "export --force": ["--config", "{here}/other.json"],
     "generate --seed": ["--temperature", "1"],
 }
@@ -253,8 +278,11 @@ def observe(axcore, tiny, corpus, tmp_path, monkeypatch):
     replace(aot, "explain", shown)
     replace(importlib.import_module("axcore.aot.tune"), "tune", shown)
     replace(infer, "Generator", lambda *args, **given: calls.append(summary([args, given])) or [])
-    engine = SimpleNamespace(warm_up=None, stats=SimpleNamespace(compiled=0))
+    engine = SimpleNamespace(
+        warm_up=None, load_adapter=None, stats=SimpleNamespace(compiled=0, draft_tokens=0, accepted_tokens=0)
+    )
     replace(engine, "warm_up", None)
+    replace(engine, "load_adapter", None)
     replace(infer.Engine.Config, "build", contextlib.nullcontext(engine))
     listener = SimpleNamespace(getsockname=lambda: ("127.0.0.1", 8000))
     replace(axcore_serve.server, "listening", contextlib.nullcontext(listener))

@@ -2,6 +2,8 @@
 
 import threading
 
+import numpy as np
+
 from axcore.config import AxcoreError
 from axcore.infer import EngineStats, Piece, TokenLogprob
 from axcore.infer.scheduler import Scheduler, SchedulerLimits
@@ -21,9 +23,15 @@ class Job:
         self.has_ended = False
 
     def step(self, count=1):
-        """Delivers the next tokens."""
+        """Delivers the next tokens, or the embedding of the prompt."""
         for _ in range(count):
             if self.has_ended:
+                return
+            if self.request.pooling is not None:
+                self.has_ended = True
+                ids = np.array(self.request.ids, np.float32)
+                embedding = np.array([{"last": ids[-1], "mean": ids.mean()}[self.request.pooling], len(ids), 0.0])
+                self._deliver(Piece((), finish_reason="length", embedding=embedding.astype(np.float32)))
                 return
             options, token = self.request.options, self._ids[self._at % len(self._ids)]
             self._at += 1
@@ -68,7 +76,7 @@ class Scripted:
         self.ids, self.holds, self.max_len, self.is_closed = list(ids), holds, max_len, False
         self.tokenizer = tokenizer or ByteTokenizer.Config().build()
         self.vocab_size = self.tokenizer.vocab_size
-        self.jobs = []
+        self.jobs, self.adapters = [], ()
         self._scheduler = Scheduler(SchedulerLimits(4, max_len, 64))
         self._lock = threading.Lock()
 

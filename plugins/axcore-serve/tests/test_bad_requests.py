@@ -37,7 +37,7 @@ def unharmed(running):
         ({"min_p": 2}, "min_p", "min_p must be"),
         ({"repetition_penalty": 0}, "repetition_penalty", "repetition_penalty must be"),
         ({"n": 0}, "n", "n=0: must be greater than or equal to 1"),
-        ({"n": 65}, "n", "is 65, must be at most 64"),
+        ({"n": 65}, "n", "n: the request has 65 samples, must have at most 64"),
         ({"n": 1000}, "n", "n=1000: must be less than or equal to 128"),
         ({"max_tokens": -1}, "max_tokens", "max_tokens=-1"),
         ({"max_tokens": 10**6}, "max_tokens", "Use at most"),
@@ -52,6 +52,12 @@ def unharmed(running):
         ({"logit_bias": {"a": 1}}, "logit_bias", "must be an object from token ids to numbers"),
         ({"logit_bias": {"9999": 1}}, "logit_bias", "token id 9999 is not below 264"),
         ({"logit_bias": [1]}, "logit_bias", "must be an object"),
+        ({"logit_bias": {"7": 1, "07": 2}}, "logit_bias", "must have one bias for each token id"),
+        ({"logit_bias": {"7": 10**400}}, "logit_bias.7", "must be a valid number"),
+        ({"logit_bias": {"7": 1e39}}, "logit_bias", "finite after rounding to float32"),
+        ({"temperature": 10**400}, "temperature", "must be a valid number"),
+        ({"top_k": 2**63}, "top_k", "at most 64 bits"),
+        ({"max_tokens": 10**30}, "max_tokens", "at most 64 bits"),
         ({"logit_bias": {"1": "x"}}, "logit_bias.1", "must be a valid number"),
         ({"prompt": []}, "prompt", r"prompt=\[\]: must be a string"),
         ({"prompt": [[]]}, "prompt", "must be a string"),
@@ -106,6 +112,21 @@ def test_case_bodies_that_are_not_json_objects_are_refused(running, body):
     assert json.loads(content)["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ('"prompt": "b"', "prompt"),
+        ('"stream": true, "stream_options": {"include_usage": true, "include_usage": false}', "include_usage"),
+        ('"logit_bias": {"65": 1, "65": 2}', "65"),
+        ('"temperature": null, "temperature": 1', "temperature"),
+    ],
+)
+def test_case_a_name_that_is_given_twice_is_refused(running, change, name):
+    status, _, content = raw(running, f'{{"model": "tiny", "prompt": "a", {change}}}'.encode())
+    error = json.loads(content)["error"]
+    assert (status, error["param"]) == (400, name) and f"{name} is given twice" in error["message"]
+
+
 def test_unknown_models_paths_and_methods(running, client):
     with pytest.raises(openai.NotFoundError, match=r"the model 'gpt' does not exist\. Use 'tiny'") as caught:
         client.completions.create(model="gpt", prompt="a")
@@ -116,11 +137,6 @@ def test_unknown_models_paths_and_methods(running, client):
     for path, method, expected in (("/v2/x", "GET", 404), ("/v1/completions", "GET", 405), ("/health", "POST", 405)):
         status, _, content = raw(running, None, path=path, method=method)
         assert status == expected and path in json.loads(content)["error"]["message"]
-
-
-def test_embeddings_are_refused_with_the_reason(client):
-    with pytest.raises(openai.BadRequestError, match="returns no hidden states"):
-        client.embeddings.create(model="tiny", input="a")
 
 
 def test_a_key_is_required():

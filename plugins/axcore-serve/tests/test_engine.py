@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import threading
 
+import numpy as np
 import pytest
 
 from axcore.infer import SamplingOptions
@@ -107,6 +109,27 @@ def test_clients_that_leave_give_their_pages_back(served, engine):
     assert pages.cached + pages.free == 80
 
 
+def test_a_stream_that_is_cancelled_before_it_runs_computes_nothing(served, engine):
+    is_busy, goes_on = threading.Event(), threading.Event()
+
+    def deliver(_):
+        is_busy.set()
+        goes_on.wait(20)
+
+    one = engine.request("a", SamplingOptions(max_tokens=1))
+    engine.submit(one, deliver)
+    assert is_busy.wait(20)
+    tokens = engine.stats.tokens
+    with served.client() as client:
+        for prompt in PROMPTS[:2]:
+            client.completions.create(model="tiny", prompt=prompt, n=2, stream=True).close()
+    wait_until(lambda: not served.service.gate.num_samples)
+    goes_on.set()
+    engine.generate([one])  # comes after the others
+    wait_until(lambda: is_empty(engine))
+    assert engine.stats.tokens == tokens + 1
+
+
 def test_nothing_compiles_after_the_warm_up():
     with tiny_engine(max_rows=2, max_len=32, step_tokens=16) as engine:
         engine.warm_up(prompt_logprobs=True)
@@ -122,3 +145,12 @@ def test_nothing_compiles_after_the_warm_up():
             stats = json.loads(raw(running, None, path="/stats", method="GET")[2])
     assert stats["compiled"] == compiled > 0
     assert stats["tokens"] >= 4 * 8 and sum(stats["pages"].values()) == 80
+
+
+def test_embeddings_are_those_of_the_engine(engine):
+    texts = ["hello", "a longer text than a step has tokens " * 3]
+    with serving(engine, pooling="mean") as running, running.client() as client:
+        found = client.embeddings.create(model="tiny", input=texts)
+    for each, expected in zip(found.data, engine.embed(texts, pooling="mean"), strict=True):
+        np.testing.assert_allclose(each.embedding, expected, atol=1e-6)
+    assert found.usage.prompt_tokens == sum(len(engine.request(text).ids) for text in texts)

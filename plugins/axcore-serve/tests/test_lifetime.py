@@ -14,7 +14,7 @@ from axcore_serve import app
 from axcore_serve.gate import Limits
 
 from .scripted import Scripted
-from .support import posted, raw, serving, wait_until
+from .support import KEY, posted, raw, serving, wait_until
 
 GOOD = {"model": "tiny", "prompt": "a", "max_tokens": 4}
 SLOW = Limits(max_samples=3, request_s=30.0)
@@ -193,6 +193,54 @@ def test_connections_are_kept(running):
             response = connection.getresponse()
             assert response.status == 200 and response.read()
     assert "axcore_http_disconnects_total 0.0" in raw(running, None, path="/metrics", method="GET")[2].decode()
+
+
+REFUSED = {
+    "no key": ("POST", "/v1/completions", b"{}", 401, {}),
+    "no key, large": ("POST", "/v1/completions", b"x" * 100_000, 401, {}),
+    "too large": ("POST", "/v1/completions", b"x" * 5000, 413, {"Authorization": f"Bearer {KEY}"}),
+    "not JSON": ("POST", "/v1/completions", b"{", 400, {"Authorization": f"Bearer {KEY}"}),
+    "no path": ("POST", "/v2", b"x" * 5000, 404, {}),
+    "no method": ("PUT", "/health", b"x" * 5000, 405, {}),
+    "options": ("OPTIONS", "/v1/completions", None, 405, {}),
+    "head": ("HEAD", "/v1/models", None, 401, {}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_connection_serves_on_after_an_error(case):
+    method, path, body, expected, headers = REFUSED[case]
+    with serving(Scripted(b"ok"), Limits(max_samples=4, max_body_bytes=1000), keys=[KEY]) as running:
+        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=20)
+        with contextlib.closing(connection):
+            connection.request(method, path, body, headers)
+            sock, response = connection.sock, connection.getresponse()
+            content = response.read()
+            assert response.status == expected and (method == "HEAD" or json.loads(content)["error"]["message"])
+            assert (response.getheader("Allow") is not None) == (expected == 405)
+            connection.request("POST", "/v1/completions", json.dumps(GOOD), {"Authorization": f"Bearer {KEY}"})
+            assert json.loads(connection.getresponse().read())["choices"][0]["text"] == "okok"
+            assert connection.sock is sock
+
+
+def test_bytes_that_are_not_http_are_refused(running):
+    for content in (b"\x00\x01GARBAGE\r\n\r\n", b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", running.port), timeout=20) as connection:
+            connection.sendall(content)
+            assert connection.recv(100).startswith(b"HTTP/1.1 400")
+    assert posted(running, GOOD)[0] == 200
+
+
+def test_requests_whose_bodies_arrive_count_towards_the_queue(held):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{"
+    with contextlib.ExitStack() as stack:
+        for _ in range(SLOW.max_samples):
+            stack.enter_context(socket.create_connection(("127.0.0.1", held.port))).sendall(head)
+        wait_until(lambda: held.service.gate.num_requests == SLOW.max_samples)
+        status, found = posted(held, GOOD)
+        assert (status, found["error"]["code"]) == (429, "queue_full")
+        assert "3 requests are in progress" in found["error"]["message"]
+    wait_until(lambda: held.service.gate.num_requests == 0)
 
 
 def test_metrics_count(held):

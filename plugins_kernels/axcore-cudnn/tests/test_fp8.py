@@ -12,7 +12,7 @@ import axcore as ax
 from axcore.aot.flops import count_flops
 from axcore.module import invoke
 from axcore.nn import Attention, Causal, Full, SlidingWindow
-from axcore.nn.attention.choice import recording
+from axcore.nn.choosing import recording
 from axcore.parallel import Mesh
 from axcore.testing import RequestSuite, tiny_model, training_request
 from axcore.testing.attention_cases import Case, arrays_of, formula
@@ -149,5 +149,5 @@ def test_a_model_in_training_is_refused():
             jax.eval_shape(
                 lambda params, ids, training=training: fn(params, state, ids, training=training)[0][0], params, ids
             )
-        chosen[training] = {type(each.kernel).__name__ for each in found}
+        chosen[training] = {type(each.chosen).__name__ for each in found}
     assert chosen == {True: {"CudnnKernel"}, False: {"CudnnFp8Kernel"}}

@@ -30,17 +30,16 @@ from axcore.parallel import Mesh
 from axcore.testing import tiny_model
 from axcore_gemv import matmul
 from axcore_gemv.feature import use_gemv
-from axcore_gemv.kernel import default_tiling
 from axcore_gemv.matmul import Gemv
 
-SMALL = {"columns": 16, "inputs": 16, "loads": 2}
+SMALL = {"outputs": 4, "inputs": 16, "loads": 2}
 
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the kernel on CPUs."""
     monkeypatch.setattr(matmul, "target_device", lambda: ("gpu", "NVIDIA H200"))
-    monkeypatch.setattr(matmul, "partial_products", functools.partial(matmul.partial_products, interpret=True))
+    monkeypatch.setattr(matmul, "product", functools.partial(matmul.product, interpret=True))
 
 
 def operands(rows: int, depth: int, columns: int, dtype: jnp.dtype, weight: jnp.dtype) -> tuple[jax.Array, jax.Array]:
@@ -53,50 +52,47 @@ def operands(rows: int, depth: int, columns: int, dtype: jnp.dtype, weight: jnp.
 
 @pytest.mark.long
 @pytest.mark.parametrize("weight", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.int8, jnp.float8_e4m3fn])
-@pytest.mark.parametrize("rows", [1, 3, 16])
-def test_products_equal_those_of_float64(interpreted: None, rows: int, weight: jnp.dtype) -> None:
+def test_products_equal_those_of_float64(interpreted: None, weight: jnp.dtype) -> None:
     dtype = weight if jnp.dtype(weight).itemsize > 1 else jnp.bfloat16
-    for depth, columns, splits in ((96, 48, 3), (100, 40, 2)):
-        x, w = operands(rows, depth, columns, dtype, weight)
-        found = Gemv(**SMALL, splits=splits)(x, w, jnp.float32)
+    for depth, columns in ((96, 48), (100, 41)):
+        x, w = operands(1, depth, columns, dtype, weight)
+        found = Gemv(**SMALL)(x, w, jnp.float32)
         assert found.dtype == jnp.float32
         x64, w64 = np.asarray(x, np.float64), np.asarray(w, np.float64)
         bound = 1e-6 * (np.abs(x64) @ np.abs(w64)).max()
         np.testing.assert_allclose(np.asarray(found, np.float64), x64 @ w64, rtol=0, atol=bound)
-        narrow = Gemv(**SMALL, splits=splits)(x, w)
+        narrow = Gemv(**SMALL)(x, w)
         assert narrow.dtype == dtype
         np.testing.assert_array_equal(narrow, found.astype(dtype))
 
 
-def test_tensor_cores_multiply_one_row(interpreted: None) -> None:
-    x, w = operands(1, 100, 40, jnp.bfloat16, jnp.int8)
-    found = Gemv(**SMALL, splits=2, tensor_cores=True)(x, w, jnp.float32)
-    np.testing.assert_allclose(found, Matmul()(x, w, jnp.float32), rtol=1e-5, atol=1e-3)
-    with pytest.raises(ax.ConfigError, match="tensor_cores=False computes one row, not 2"):
-        Gemv(**SMALL, tensor_cores=False)(jnp.tile(x, (2, 1)), w)
+@pytest.mark.parametrize("depth", [64, 2048, 4096, 11008])
+def test_default_tilings_compute_the_product(interpreted: None, depth: int) -> None:
+    for weight in (jnp.float32, jnp.int8):
+        x, w = operands(1, depth, 9, jnp.float32, weight)
+        np.testing.assert_allclose(Gemv()(x, w), Matmul()(x, w), rtol=1e-4, atol=1e-2)
 
 
-def test_keeps_the_leading_dimensions_and_leaves_many_rows_to_xla(interpreted: None) -> None:
-    x, w = operands(4, 64, 32, jnp.bfloat16, jnp.bfloat16)
-    shaped = x.reshape(2, 2, 64)
-    found = Gemv(**SMALL)(shaped, w, jnp.float32)
-    np.testing.assert_allclose(found, Matmul()(shaped, w, jnp.float32), rtol=1e-5, atol=1e-5)
-    for max_rows, kernels in ((4, 1), (3, 0)):
-        text = str(jax.make_jaxpr(Gemv(**SMALL, max_rows=max_rows))(shaped, w))
-        assert text.count("pallas_call") == kernels
+def test_keeps_the_leading_dimensions_and_leaves_more_rows_to_xla(interpreted: None) -> None:
+    x, w = operands(2, 64, 32, jnp.bfloat16, jnp.bfloat16)
+    one = x[:1].reshape(1, 1, 64)
+    np.testing.assert_allclose(Gemv(**SMALL)(one, w, jnp.float32), Matmul()(one, w, jnp.float32), rtol=1e-5, atol=1e-5)
+    for given, kernels in ((one, 1), (x, 0), (x[:0], 0)):
+        assert str(jax.make_jaxpr(Gemv(**SMALL))(given, w)).count("pallas_call") == kernels
 
 
-@pytest.mark.parametrize(
-    ("rows", "depth", "columns", "itemsize"),
-    [(1, 4096, 4096, 2), (1, 4096, 12288, 2), (1, 4096, 22016, 1), (4, 11008, 4096, 2), (1, 64, 100, 2)],
-)
-def test_default_tilings_are_balanced(rows: int, depth: int, columns: int, itemsize: int) -> None:
-    made = default_tiling(rows, depth, columns, itemsize, 132)
-    assert 1 <= made.splits <= 8
-    if depth >= 4096:
-        tiles, steps = -(-columns // made.columns), -(-depth // made.chunk)
-        longest = -(-tiles * made.splits // 132) * -(-steps // made.splits)
-        assert longest <= 1.15 * tiles * steps / 132
+def test_the_decoder_stores_columns_contiguously(interpreted: None) -> None:
+    model = use_gemv(tiny_model()).build(rngs=ax.Rngs(0))
+    plain = tiny_model().build(rngs=ax.Rngs(0))
+    options: dict[str, Any] = {"cache": ContiguousCache.Config(), "batch_size": 1, "max_len": 8}
+    step = Step(jnp.ones((1, 1), jnp.int32), start=jnp.zeros(1, jnp.int32))
+    found = []
+    for each, order in ((model, (1, 0)), (plain, (0, 1))):
+        decoder, params, state = Decoder.of(each, **options)
+        weight = params["decoder"]["layers"][0]["ffn"]["gate_up"]["weight"]
+        assert weight.format.layout.major_to_minor == order
+        found.append(jax.jit(decoder)(params, state, step)[0])
+    np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -112,18 +108,18 @@ def test_refuses_other_devices(device: tuple[str, str], message: str, monkeypatc
 
 def test_refuses_shards_and_invalid_fields(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = operands(1, 16, 16, jnp.bfloat16, jnp.bfloat16)
-    with pytest.raises(ax.ConfigError, match="columns=24 must be a power of two"):
-        Gemv(columns=24)(x, w)
-    with pytest.raises(ax.ConfigError, match="max_rows=17 must be at most 16"):
-        Gemv(max_rows=17)(x, w)
+    with pytest.raises(ax.ConfigError, match="outputs=24 must be a power of two"):
+        Gemv(outputs=24)(x, w)
+    with pytest.raises(ax.ConfigError, match="inputs=8 must be a power of two of at least 16"):
+        Gemv(inputs=8)(x, w)
     monkeypatch.setattr(matmul, "is_sharded", lambda: True)
     with pytest.raises(ax.ConfigError, match="may be sharded"):
         Gemv()(x, w)
 
 
 def test_the_feature_selects_linear_maps() -> None:
-    cfg = use_gemv(tiny_model(), max_rows=8)
-    assert {node.matmul for _, node in ax.select(cfg, Linear)} == {Gemv(max_rows=8)}
+    cfg = use_gemv(tiny_model())
+    assert {node.matmul for _, node in ax.select(cfg, Linear)} == {Gemv()}
     only = use_gemv(tiny_model(), where="**.query")
     assert sum(node.matmul != Matmul() for _, node in ax.select(only, Linear)) == 1
 

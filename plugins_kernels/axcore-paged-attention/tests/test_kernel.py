@@ -27,7 +27,7 @@ from axcore.nn import (
     Tuning,
     refusal,
 )
-from axcore.nn.attention.choice import recording
+from axcore.nn.choosing import recording
 from axcore.parallel import Mesh
 from axcore.testing import tiny_model, training_request
 from axcore.testing.devices import on_devices
@@ -185,7 +185,7 @@ def chosen(cfg, queries: int, cache, target="NVIDIA H200") -> set[str]:
     step = Step(jnp.zeros((2, queries), jnp.int32), jnp.zeros(2, jnp.int32), pages=pages, phase=phase)
     with layout.active(), recording() as choices:
         jax.eval_shape(decoder.__call__, params, state, step)
-    return {type(choice.kernel).__name__ for choice in choices}
+    return {type(choice.chosen).__name__ for choice in choices}
 
 
 @pytest.mark.long

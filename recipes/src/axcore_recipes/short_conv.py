@@ -8,7 +8,6 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 import axcore as ax
-from axcore.module import ContextError
 from axcore.nn import DecodingState, Initializer, KVCache, TokenInfo, TransformerLayer, Zeros
 
 Hidden = Float[Array, "batch seq input_dim"]
@@ -44,21 +43,22 @@ class ShortConv(ax.Layer):
 
     def __call__(self, x: Hidden, tokens: TokenInfo) -> Hidden:
         """Adds the weighted previous tokens to each token."""
+        return tokens.join([self._convolved(*block) for block in zip(tokens.split(x), tokens.blocks, strict=True)])
+
+    def _convolved(self, x: Hidden, tokens: TokenInfo) -> Hidden:
         (batch, seq, dim), reach = x.shape, self.config.width - 1
         if self.past is None:
             past = jnp.zeros((batch, reach, dim), x.dtype)
-        elif tokens.cached is None:
-            raise ContextError("a model that keeps the state of its rows must be called through axcore.infer.Decoder")
         else:
-            past = tokens.cached.take(self.past).astype(x.dtype)
+            past = tokens.rows.take(self.past).astype(x.dtype)
         row = jnp.concatenate([past, x], axis=1)
         y = x
         for lag, weight in enumerate(self.weight[...].astype(x.dtype)):
             before = row[:, reach - lag : reach - lag + seq]
             same = (tokens.positions >= lag)[..., None]  # whether the token `lag` places back is in the same document
             y = y + jnp.where(same, before, 0) * weight
-        if self.past is not None and tokens.cached is not None:
-            tokens.cached.put(self.past, _last(row, reach, tokens.valid))
+        if self.past is not None:
+            tokens.rows.put(self.past, _last(row, reach, tokens.valid))
         return y
 
 

@@ -17,14 +17,17 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 import axcore
 from axcore.aot.chips import device_kind
+from axcore.aot.decoding import engine_choices
 from axcore.config import Config, has_field, type_name, walk
 from axcore.config.node import fields
 from axcore.config.tree import get, join
 from axcore.config.types import conforms, hints
+from axcore.infer import Engine
 from axcore.module import Layer, Rngs, abstract
 from axcore.nn import AttentionKernel, GroupedMatmul, KernelRequest, Repeat, TunableKernel, refusal
-from axcore.nn.attention.choice import Choice, ChooseKernel, recording
-from axcore.nn.grouped_choice import FirstSupported, GroupedChoice, recording_grouped
+from axcore.nn.attention.choice import ChooseKernel
+from axcore.nn.choosing import Choice, recording
+from axcore.nn.grouped_choice import FirstSupported
 from axcore.parallel import Layout, Mesh
 from axcore.plugin import Accelerator, Offer, Plugin, active, mesh_rules, recipe_of, registry, supplier
 from axcore.plugin.offers import OFFERS
@@ -142,7 +145,7 @@ def _lines(slot: Slot) -> Iterator[str]:
     yield from _table((), rows) or ["  (no installed plugin offers one)"]
 
 
-def explain(cfg: Config, target: str | None = None) -> Explanation:
+def explain(cfg: Config, target: str | None = None, engine: Engine.Config | None = None) -> Explanation:
     """Explains where each node of a config comes from, and why each candidate for a slot is chosen or not.
 
     The model is traced to find the kernels that it chooses. Nothing is computed.
@@ -150,6 +153,7 @@ def explain(cfg: Config, target: str | None = None) -> Explanation:
     Args:
         cfg: The config of a trainer or of a model.
         target: The accelerator of the config, as in `gpu-h100-8`; by default this machine.
+        engine: An engine on one device, whose attention calls are explained, too; None: only calls of training.
     """
     platform, rule, layout = jax.default_backend(), "", layout_for(cfg, target)
     if target is not None:
@@ -157,12 +161,12 @@ def explain(cfg: Config, target: str | None = None) -> Explanation:
         platform = accelerator.backend
         rules = mesh_rules(accelerator, recipe_of(cfg))
         rule = target + "".join(f", mesh rule {rule.name} of {plugin}" for plugin, rule in rules[:1])
-    choices = _choices(cfg, layout)
+    choices = choices_of(cfg, layout, engine)
     nodes = [_node(path, node) for path, node in walk(cfg) if node.target is not None]
     slots = [slot for kind in OFFERS.values() if kind.slot for slot in _slots(cfg, kind, choices)]
     listed = {path for slot in slots for path in slot.paths}
     empty = [path for path in _empty(cfg) if path not in listed]
-    problems = dict.fromkeys(problem for choice in choices.values() if (problem := choice.problem()))
+    problems = dict.fromkeys(problem for each in choices.values() for choice in each if (problem := choice.problem()))
     plugins = {"core": CORE} | active(cfg)
     return Explanation(platform, rule, plugins, tuple(nodes), tuple(slots), tuple(empty), tuple(problems))
 
@@ -184,13 +188,11 @@ def layout_for(cfg: Config, target: str | None) -> Layout | None:
     return found
 
 
-def kernel_choices(cfg: Any, layout: Layout | None) -> dict[str, Choice]:  # Any: the config of a trainer or of a model
-    """The choice of each kernel slot, by its path in the config."""
-    return {path: choice for path, choice in _choices(cfg, layout).items() if isinstance(choice, Choice)}
-
-
-def _choices(cfg: Any, layout: Layout | None) -> dict[str, Choice | GroupedChoice]:
-    """The choice of each slot for a kernel or a grouped product, by its path in the config."""
+def choices_of(
+    cfg: Any, layout: Layout | None, engine: Engine.Config | None = None
+) -> dict[str, list[Choice]]:  # Any: the config of a trainer or of a model
+    """The choices in each slot for a kernel or a grouped product, by its path in the config: those of training, and
+    those of the attention calls of an engine, if one is given."""
     whole = has_field(cfg, "model")
     model, prefix = (cfg.model, "model") if whole else (cfg, "")
     if not hasattr(model.target, "predictions"):
@@ -211,10 +213,19 @@ def _choices(cfg: Any, layout: Layout | None) -> dict[str, Choice | GroupedChoic
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     active_layout = layout.active() if layout is not None else contextlib.nullcontext()
-    with active_layout, recording() as kernels, recording_grouped() as products:
+    with active_layout, recording() as found:
         jax.eval_shape(loss, params, state, batch, key)
-    choices: list[Choice | GroupedChoice] = [*kernels, *products]
-    return {_config_path(choice.path, prefix): choice for choice in choices}
+    # A layer that runs several times, such as under remat, makes equal choices.
+    by_path = {_config_path(choice.path, prefix): [choice] for choice in found}
+    for choice in [] if engine is None else engine_choices(model, engine, _one_device(layout)):
+        if isinstance(choice.requests[0], KernelRequest):
+            by_path.setdefault(_config_path(choice.path, prefix), []).append(choice)
+    return by_path
+
+
+def _one_device(layout: Layout | None) -> Layout | None:
+    """A layout of one device of the same kind."""
+    return None if layout is None else Mesh().abstract(1, layout.platform, layout.device_kind)
 
 
 def _config_path(path: str, prefix: str) -> str:
@@ -232,7 +243,7 @@ def _node(path: str, node: Config) -> Node:
     return Node(path, type_name(type(node)).rpartition(".")[2], _name(supplier(node)), "" if by == "python" else by)
 
 
-def _slots(cfg: Config, kind: type[Offer], choices: Mapping[str, Choice | GroupedChoice]) -> Iterator[Slot]:
+def _slots(cfg: Config, kind: type[Offer], choices: Mapping[str, list[Choice]]) -> Iterator[Slot]:
     """The slots for one kind of offers, grouped by their verdicts."""
     groups: dict[tuple[str, tuple[Candidate, ...]], list[str]] = {}
     for path, node in walk(cfg):
@@ -241,10 +252,10 @@ def _slots(cfg: Config, kind: type[Offer], choices: Mapping[str, Choice | Groupe
         if not _takes(node, kind):  # a field of the same name with another type
             continue
         where = join(path, kind.slot)
-        choice = choices.get(where)
-        candidates = tuple(_candidates(kind, value, choice))
-        request = choice.described if choice is not None else ""
-        groups.setdefault((request, candidates), []).append(where)
+        for choice in choices.get(where, (None,)):
+            candidates = tuple(_candidates(kind, value, choice))
+            request = choice.described if choice is not None else ""
+            groups.setdefault((request, candidates), []).append(where)
     for (request, candidates), paths in groups.items():
         layers = sum(_layers(cfg, path) for path in paths) if request else 0
         yield Slot(kind.kind, tuple(paths), request, candidates, layers)
@@ -269,7 +280,7 @@ def _layers(cfg: Config, path: str) -> int:
 
 
 def _candidates(
-    kind: type[Offer], value: Config | Mapping[str, object] | None, choice: Choice | GroupedChoice | None
+    kind: type[Offer], value: Config | Mapping[str, object] | None, choice: Choice | None
 ) -> Iterator[Candidate]:
     entries = value.values() if isinstance(value, Mapping) else (value,)
     order = value.order if isinstance(value, ChooseKernel.Config | FirstSupported) else entries
@@ -289,58 +300,46 @@ def _candidates(
         yield Candidate(label, _name(owner), _verdict(node_type, None, held, choice))
 
 
-def _verdict(
-    node_type: type[Config], offer: Offer | None, held: Iterable[type], choice: Choice | GroupedChoice | None
-) -> str:
+def _verdict(node_type: type[Config], offer: Offer | None, held: Iterable[type], choice: Choice | None) -> str:
     name = "" if offer is None else offer.name
     if choice is None:
         if node_type in held or offer is None:
             return "chosen"
         return f"not attached; {offer.usage.format(name=name)}"
-    if isinstance(choice, GroupedChoice):
-        return _grouped_verdict(node_type, name, held, choice)
-    if choice.kernel is not None and isinstance(choice.kernel, node_type.target):
+    if choice.chosen is not None and isinstance(choice.chosen, node_type.target or node_type):
         return "; ".join(dict.fromkeys(["chosen", *_settings(choice)]))
-    refused = {type(kernel): reason for kernel, reason in choice.refused}
-    if node_type.target in refused:
-        return f"no: {refused[node_type.target]}"
+    refused = {type(each): reason for each, reason in choice.refused}
+    if (reason := refused.get(node_type.target or node_type)) is not None:
+        return f"no: {reason}"
+    is_kernel = issubclass(node_type, AttentionKernel.Config)
     if node_type in held:
-        return "not needed: an earlier kernel in the order is chosen"
+        return f"not needed: an earlier {'kernel' if is_kernel else 'grouped product'} in the order is chosen"
     reason = _refusal(node_type, choice.requests)
-    return f"no: {reason}" if reason else f'possible; use("kernels", order=("{name}",))'
-
-
-def _grouped_verdict(node_type: type[Config], name: str, held: Iterable[type], choice: GroupedChoice) -> str:
-    if type(choice.matmul) is node_type:
-        return "chosen"
-    refused = {type(matmul): reason for matmul, reason in choice.refused}
-    if node_type in refused:
-        return f"no: {refused[node_type]}"
-    if node_type in held:
-        return "not needed: an earlier grouped product in the order is chosen"
-    matmul = node_type()
-    assert isinstance(matmul, GroupedMatmul)
-    reason = next((reason for request in choice.requests if (reason := matmul.supports(request)) is not None), None)
-    return f"no: {reason}" if reason else f'possible; use("{name}")'
+    if reason is not None:
+        return f"no: {reason}"
+    return f'possible; use("kernels", order=("{name}",))' if is_kernel else f'possible; use("{name}")'
 
 
 def _settings(choice: Choice) -> Iterator[str]:
     """The settings of the chosen kernel for each request, and whether they were measured."""
     for request, settings in zip(choice.requests, choice.settings, strict=False):
-        tuning = choice.kernel.config.tuning if isinstance(choice.kernel, TunableKernel) else None
+        tuning = choice.chosen.config.tuning if isinstance(choice.chosen, TunableKernel) else None
         origin = "not measured" if tuning is None else "measured"
         if tuning is not None and tuning.find(request) is None:
             origin = f"defaults: the tuning has no settings for the call {request.signature!r}"
         yield ", ".join(f"{name}={value}" for name, value in settings.items()) + f" ({origin})"
 
 
-def _refusal(node_type: type[Config], requests: Sequence[KernelRequest]) -> str | None:
-    """Why a kernel that is not in the config does not support one of the requests; None if it supports all."""
+def _refusal(node_type: type[Config], requests: Sequence[Any]) -> str | None:
+    """Why an implementation that is not in the config does not support one of the requests; None if it supports all."""
     try:
-        kernel = built(node_type(), requests[0])
+        if issubclass(node_type, AttentionKernel.Config):
+            return refusal(built(node_type(), requests[0]), *requests)
+        matmul = node_type()
+        assert isinstance(matmul, GroupedMatmul)
+        return next((reason for request in requests if (reason := matmul.supports(request)) is not None), None)
     except axcore.ConfigError as error:
         return str(error)
-    return refusal(kernel, *requests)
 
 
 def built(cfg: Config, request: KernelRequest) -> AttentionKernel:

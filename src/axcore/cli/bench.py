@@ -6,7 +6,7 @@ import argparse
 import json
 
 from axcore.cli.compose import Commands
-from axcore.cli.model import add_model, chosen_cache, loaded_model
+from axcore.cli.model import add_model, add_speculation, chosen_cache, chosen_drafter, loaded_model
 
 
 def add(commands: Commands) -> None:
@@ -19,12 +19,13 @@ def add(commands: Commands) -> None:
         "a line of JSON.",
     )
     add_model(serve)
+    add_speculation(serve)
     numbers = {
         "requests": (64, "requests in total"),
         "concurrency": (8, "requests at any time"),
         "input": (128, "tokens of a prompt"),
         "output": (64, "tokens of an output"),
-        "step-tokens": (512, "maximum number of tokens of a step"),
+        "step-tokens": (512, "maximum number of prompt tokens of a step"),
     }
     for name, (default, text) in numbers.items():
         serve.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default})")
@@ -46,18 +47,27 @@ def run(arguments: argparse.Namespace) -> int:
         cache=chosen_cache(arguments),
         max_rows=load.concurrency,
         max_len=load.prompt_tokens + load.output_tokens,
-        step_tokens=max(arguments.step_tokens, load.concurrency),
+        step_tokens=arguments.step_tokens,
+        speculation=chosen_drafter(arguments),
     )
     with cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids) as engine:
         engine.warm_up(("greedy",))
         ready = time.perf_counter() - started
         compiled = engine.stats.compiled
         figures = measure(engine, load)
-        late = engine.stats.compiled - compiled
+        stats = engine.stats
     card = jax.devices()[0].device_kind
     print(
         json.dumps(
-            {"start_s": ready, **figures._asdict(), "compiled_late": late, "device": card, "jax": jax.__version__}
+            {
+                "start_s": ready,
+                **figures._asdict(),
+                "draft_tokens": stats.draft_tokens,
+                "accepted_tokens": stats.accepted_tokens,
+                "compiled_late": stats.compiled - compiled,
+                "device": card,
+                "jax": jax.__version__,
+            }
         )
     )
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from axcore.cli.compose import RECIPE_OR_FOLDER, Commands, add_edits, compose
+from axcore.cli.model import add_engine, chosen_engine
 from axcore.config import ConfigError
 
 
@@ -19,6 +20,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("recipe", help=RECIPE_OR_FOLDER)
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_edits(parser)
+    add_engine(parser)
     parser.set_defaults(run=run)
 
 
@@ -27,7 +29,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     targets = [text for kind, text in arguments.edits if kind == "target"]
     cfg = compose(arguments.recipe, arguments.edits)
-    found = explain(cfg, targets[-1] if targets else None)
+    found = explain(cfg, targets[-1] if targets else None, chosen_engine(arguments))
     print(found.to_json() if arguments.json else found)
     if found.problems:
         raise ConfigError("\n".join(found.problems))

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from axcore.cli.compose import Commands
-from axcore.cli.model import add_model, chosen_cache, loaded_model
+from axcore.cli.model import add_model, add_speculation, chosen_cache, chosen_drafter, loaded_model
 from axcore.config import AxcoreError
 
 
@@ -18,6 +18,7 @@ def add(commands: Commands) -> None:
         "a recipe with initial weights.",
     )
     add_model(parser, without=", or none, which recomputes all tokens for each new token")
+    add_speculation(parser)
     parser.add_argument("--prompt", required=True, help="the text to continue")
     parser.add_argument("--tokens", type=int, default=64, help="maximum number of new tokens (default: 64)")
     parser.add_argument(
@@ -49,7 +50,14 @@ def run(arguments: argparse.Namespace) -> int:
     cache = None if arguments.cache == "none" else chosen_cache(arguments)
     ends = tokenizer.eos_ids
     try:
-        generator = Generator(model, context=context, temperature=arguments.temperature, cache=cache, eos_ids=ends)
+        generator = Generator(
+            model,
+            context=context,
+            temperature=arguments.temperature,
+            cache=cache,
+            eos_ids=ends,
+            speculation=chosen_drafter(arguments),
+        )
         found = generator(prompt, num_tokens=arguments.tokens, key=jax.random.key(seed))
     except (AxcoreError, jax.errors.JaxRuntimeError) as error:
         if "RESOURCE_EXHAUSTED" not in str(error):

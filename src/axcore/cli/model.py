@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, cast
 
 from axcore.cli.compose import add_edits, compose, is_folder
 from axcore.config import AxcoreError
-from axcore.plugin import KVCacheOffer, PluginError, offered, registry
+from axcore.plugin import DrafterOffer, KVCacheOffer, PluginError, offered, registry
 
 if TYPE_CHECKING:
+    from axcore.infer import Engine
     from axcore.infer.loading import LoadedModel
+    from axcore.infer.speculation import Drafter
     from axcore.nn import KVCache
 
 
@@ -32,6 +34,23 @@ def add_model(parser: argparse.ArgumentParser, *, without: str = "") -> None:
     add_edits(parser, target=False)
 
 
+def add_speculation(parser: argparse.ArgumentParser) -> None:
+    """Adds `--speculation`."""
+    parser.add_argument(
+        "--speculation",
+        metavar="DRAFTER[:KEY=VALUE,...]",
+        help="what proposes tokens that the model verifies several at a time: ngram, "
+        "draft-model:model=FOLDER_OR_RECIPE, or another one that `axcore plugins` lists (default: nothing)",
+    )
+
+
+def chosen_drafter(arguments: argparse.Namespace) -> Drafter.Config | None:
+    """The config of the drafter for `--speculation`."""
+    if arguments.speculation is None:
+        return None
+    return cast("Drafter.Config", offered(DrafterOffer, arguments.speculation))
+
+
 def chosen_cache(arguments: argparse.Namespace) -> KVCache.Config:
     """The config of the cache for `--cache`, which fills empty slots."""
     from axcore.nn import ContiguousCache
@@ -39,6 +58,32 @@ def chosen_cache(arguments: argparse.Namespace) -> KVCache.Config:
     if arguments.cache is None:
         return ContiguousCache.Config()
     return cast("KVCache.Config", offered(KVCacheOffer, arguments.cache))
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Adds `--max-len`, `--max-rows`, `--step-tokens` and `--cache`: an engine whose attention calls count, too."""
+    group = parser.add_argument_group("engine", "also the attention calls of an engine on one device")
+    group.add_argument("--max-len", type=int, metavar="TOKENS", help="maximum number of tokens of a row; required")
+    group.add_argument("--max-rows", type=int, help="maximum number of rows that decode together (default: 8)")
+    group.add_argument("--step-tokens", type=int, help="maximum number of tokens of a step (default: 512)")
+    group.add_argument("--cache", metavar="CACHE[:KEY=VALUE,...]", help="KV cache (default: contiguous)")
+
+
+def chosen_engine(arguments: argparse.Namespace) -> Engine.Config | None:
+    """The config of the engine that the flags of `add_engine` describe; None without any.
+
+    Raises:
+        AxcoreError: a flag has no effect without `--max-len`.
+    """
+    given = {name: getattr(arguments, name) for name in ("max_rows", "step_tokens")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if arguments.max_len is None:
+        for name in (*given, *(["cache"] if arguments.cache is not None else [])):
+            raise AxcoreError(f"--{name.replace('_', '-')} describes an engine, which also requires --max-len")
+        return None
+    from axcore.infer import Engine
+
+    return Engine.Config(cache=chosen_cache(arguments), max_len=arguments.max_len, **given)
 
 
 def loaded_model(arguments: argparse.Namespace, *, weights: bool = True) -> LoadedModel:

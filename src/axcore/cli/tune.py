@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from axcore.cli.compose import RECIPE_OR_FOLDER, Commands, add_edits, compose
+from axcore.cli.model import add_engine, chosen_engine
 
 
 def add(commands: Commands) -> None:
@@ -18,6 +19,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("recipe", help=RECIPE_OR_FOLDER)
     parser.add_argument("--out", required=True, metavar="FILE", help="the file to write")
     add_edits(parser)
+    add_engine(parser)
     parser.set_defaults(run=run)
 
 
@@ -25,7 +27,8 @@ def run(arguments: argparse.Namespace) -> None:
     from axcore.aot.tune import tune  # imports jax, so only when needed
 
     targets = [text for kind, text in arguments.edits if kind == "target"]
-    found = tune(compose(arguments.recipe, arguments.edits), targets[-1] if targets else None)
+    cfg = compose(arguments.recipe, arguments.edits)
+    found = tune(cfg, targets[-1] if targets else None, engine=chosen_engine(arguments))
     print(found)
     file = found.file()
     file.write(arguments.out)

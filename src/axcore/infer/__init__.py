@@ -1,25 +1,43 @@
 """Inference: incremental decoding, an engine for many requests, and text generation."""
 
 import axcore.preflight  # noqa: F401 - before anything below imports flax
+from axcore.infer.adapters import Adapters
+from axcore.infer.beams import Beam, BeamOptions
 from axcore.infer.decoder import Decoder, Step
 from axcore.infer.engine import Engine, EngineStats
 from axcore.infer.generate import Generator, generate
+from axcore.infer.grammar import Grammar, GrammarCompiler, GrammarMatcher
+from axcore.infer.handover import Handover, Prefill
+from axcore.infer.handover_file import read_handover, write_handover
+from axcore.infer.remote_prefill import PrefillServer, RemotePrefill
 from axcore.infer.requests import FinishReason, Piece, Request, SamplingOptions, TokenLogprob
 from axcore.infer.streams import Stream
 
 __all__ = [
+    "Adapters",
+    "Beam",
+    "BeamOptions",
     "Decoder",
     "Engine",
     "EngineStats",
     "FinishReason",
     "Generator",
+    "Grammar",
+    "GrammarCompiler",
+    "GrammarMatcher",
+    "Handover",
     "Piece",
+    "Prefill",
+    "PrefillServer",
+    "RemotePrefill",
     "Request",
     "SamplingOptions",
     "Step",
     "Stream",
     "TokenLogprob",
     "generate",
+    "read_handover",
+    "write_handover",
 ]
 
 

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from axcore.config import Config, ConfigError, walk
+from axcore.infer.adapters import Adapters
 from axcore.module import DecodingState, Functional, Layer, Rngs, Tree, abstract, functional
-from axcore.nn import CachedRows, KVCache, Paging, Phase, TokenInfo, for_decoding, fused, unstack_arrays, unstacked
+from axcore.nn import (
+    ADAPTERS,
+    CachedBlocks,
+    CachedRows,
+    KVCache,
+    Paging,
+    Phase,
+    TokenInfo,
+    by_columns,
+    for_decoding,
+    fused,
+    unstack_arrays,
+    unstacked,
+)
 from axcore.nn.attention.heads import check_heads
 from axcore.numerics import require_calibrated
 from axcore.parallel import Layout
@@ -22,7 +38,7 @@ from axcore.parallel import Layout
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One call of a decoder: new tokens for some rows of the decoding state.
+    """New tokens for some rows of the decoding state.
 
     The tokens of a row may be a prompt, a chunk of a prompt, a single token, or several draft tokens to verify. To roll
     back, start the next step at an earlier position: cached tokens from this position on are dropped.
@@ -31,8 +47,11 @@ class Step:
         ids: the new tokens of each row, padded at the end.
         start: the position of the first new token in its row; 0 restarts the row.
         lengths: the number of new tokens in each row, without padding; None: the width.
-        slots: the slot of each row in the state, without duplicates. None: row i uses slot i, and every slot has a row.
+        slots: the slot of each row in the state. None: row i uses slot i, and every slot has a row. No slot has two
+            rows, unless the decoder `shares_prefixes` and the step has page tables: then consecutive parts of one
+            prompt may be rows of one step.
         logits_at: the tokens of each row whose logits are computed, as indices into the width; None: all tokens.
+        adapters: the slot of the adapter of each row, -1 for none; None: no row has an adapter (see `Adapters`).
         pages: the pages of each row, in order, for paged caches; `Paging.num_pages` marks an unused entry. None: each
             slot has its own pages, which requires a pool with room for every slot.
         phase: `prefill` or `decode`; None: `decode` if the width is 1, otherwise `prefill`.
@@ -47,6 +66,7 @@ class Step:
     slots: Int[Array, " batch"] | None = None
     logits_at: Int[Array, "batch logits"] | None = None
     pages: Int[Array, "batch pages_per_row"] | None = None
+    adapters: Int[Array, " batch"] | None = None
     phase: Phase | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __post_init__(self) -> None:
@@ -67,12 +87,26 @@ class Step:
         for name, array in arrays.items():
             if not jnp.issubdtype(array.dtype, jnp.integer):
                 raise ConfigError(f"Step.{name} must have an integer dtype, not {array.dtype}")
-            if name in ("start", "lengths", "slots") and array.shape != batch:
+            if name in ("start", "lengths", "slots", "adapters") and array.shape != batch:
                 raise ConfigError(
                     f"Step.{name} must have shape {batch}, one number for each row; got shape {array.shape}"
                 )
             if name in ("logits_at", "pages") and (array.ndim != 2 or array.shape[:1] != batch):
                 raise ConfigError(f"Step.{name} must be [batch, ...] with two dimensions, got shape {array.shape}")
+
+
+class _Block(NamedTuple):
+    """A step as the model sees it.
+
+    Attributes:
+        tokens: the tokens [batch, width], with their cached rows.
+        at: the tokens whose logits are computed.
+        defined: which of these logits are defined.
+    """
+
+    tokens: TokenInfo
+    at: Int[Array, "batch logits"]
+    defined: Bool[Array, "batch logits"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,6 +118,9 @@ class Decoder:
     logits, state = decoder(params, state, Step(prompts, start=zeros, lengths=lengths))
     logits, state = decoder(params, state, Step(token[:, None], start=lengths))
     ```
+
+    Several steps may be computed by one call, which reads the weights once, such as a token of each row that decodes
+    and a part of a prompt.
 
     Jit it and donate `state`, so that caches are updated in place.
 
@@ -99,8 +136,11 @@ class Decoder:
         shares_prefixes: whether rows that begin with the same tokens may share pages: all decoding state is in pages,
             and `recompute_above` is empty. A step with page tables may then start after any tokens that are in its
             pages, whichever row computed them. Otherwise it starts after tokens of its slot.
+        max_rollback: the largest number of tokens that a step may roll back; None: any number. It is the smallest
+            `max_rollback` of the configs of layers with decoding state, and 0 if one of them has no such attribute.
         bytes_per_token: bytes of one token in the paged caches of all layers, on all devices together; 0 without
             pages.
+        has_hidden_states: whether the model has a layer `norm` before its head, as `for_hidden_states` requires.
     """
 
     fn: Functional
@@ -112,6 +152,8 @@ class Decoder:
     paging: Paging | None = None
     shares_prefixes: bool = False
     bytes_per_token: int = 0
+    max_rollback: int | None = None
+    has_hidden_states: bool = True
 
     @classmethod
     def of(
@@ -124,6 +166,7 @@ class Decoder:
         layout: Layout | None = None,
         unstack: bool = True,
         fuse: bool = True,
+        adapters: Adapters | None = None,
     ) -> tuple[Decoder, Tree, Tree]:
         """Converts a model that was built for training.
 
@@ -138,6 +181,7 @@ class Decoder:
             fuse: whether a single device computes the products of one input as one product, such as queries, keys and
                 values, or gate and up (see `axcore.nn.fused`). This copies their weights once. On several devices they
                 stay apart, since each array is divided between the devices.
+            adapters: adds room for adapters to the model. Products of layers with adapters stay apart.
 
         Returns:
             The decoder, the parameters and the initial state.
@@ -161,6 +205,8 @@ class Decoder:
         if unstack:
             params, held = unstack_arrays(cfg, params), unstack_arrays(cfg, held)
             cfg = unstacked(cfg)
+        if adapters is not None:
+            cfg = adapters.attach(cfg)
         if fuse and _is_single(layout):
             cfg, params = fused(cfg, params, held)
         cfg = for_decoding(cfg, batch_size=batch_size, max_len=max_len, cache=cache)
@@ -169,6 +215,7 @@ class Decoder:
         params = _those_of(fn.axes, params)
         if layout is not None:
             params = jax.device_put(params, layout.shardings(params, fn.axes))
+        params = by_columns(cfg, params)
         return cls._of(fn, cfg, params, state, batch_size, max_len, layout), params, state
 
     @classmethod
@@ -212,7 +259,7 @@ class Decoder:
                 shardings,
             )
 
-        return decoder, placed(params, fn.axes), placed(state, decoder.state_axes)
+        return decoder, by_columns(cfg, placed(params, fn.axes)), placed(state, decoder.state_axes)
 
     @classmethod
     def _of(
@@ -231,41 +278,80 @@ class Decoder:
         axes = {"lengths": ("batch",), "model": fn.state_axes}
         limits = tuple(sorted({each for _, node in walk(cfg) if (each := getattr(node, "recompute_above", None))}))
         paging = _paging(cfg)
-        kept = [node for _, node in nnx.iter_graph(fn.bind(params, state["model"])) if isinstance(node, DecodingState)]
+        model = fn.bind(params, state["model"])
+        kept = [node for _, node in nnx.iter_graph(model) if isinstance(node, DecodingState)]
         paged = [each for each in kept if "page" in each.get_metadata()["axes"]]
         shares = paging is not None and len(paged) == len(kept) and not limits
         num_bytes = sum(each.whole.size * each.whole.dtype.itemsize for each in paged)
         per_token = 0 if paging is None else num_bytes // (paging.num_pages * paging.page_size)
-        return cls(fn, axes, batch_size, max_len, layout, limits, paging, shares, per_token)
+        has_hidden_states = isinstance(getattr(model, "norm", None), Layer)
+        return cls(
+            fn,
+            axes,
+            batch_size,
+            max_len,
+            layout,
+            limits,
+            paging,
+            shares,
+            per_token,
+            _max_rollback(model),
+            has_hidden_states,
+        )
 
-    def __call__(self, params: Tree, state: Tree, step: Step) -> tuple[Float[Array, "batch logits vocab"], Tree]:
-        """Runs the model on the tokens of a step.
+    @overload
+    def __call__(self, params: Tree, state: Tree, step: Step) -> tuple[Float[Array, "batch logits vocab"], Tree]: ...
+
+    @overload
+    def __call__(
+        self, params: Tree, state: Tree, step: Sequence[Step]
+    ) -> tuple[tuple[Float[Array, "batch logits vocab"], ...], Tree]: ...
+
+    def __call__(
+        self, params: Tree, state: Tree, step: Step | Sequence[Step]
+    ) -> tuple[Float[Array, "batch logits vocab"] | tuple[Float[Array, "batch logits vocab"], ...], Tree]:
+        """Runs the model on the tokens of a step, or of several steps together. No slot may have new tokens in two
+        steps of one call.
 
         Returns:
-            The float32 logits and the new state. Undefined logits are NaN: at padding, at tokens beyond `max_len` or
-            beyond the page table, and in invalid rows. A row is invalid if it starts after its cached tokens (see
-            `shares_prefixes`), its length is outside [0, width], its slot is out of range or used by several rows, its
-            page table lacks a page for one of its tokens, or its length passes one of `recompute_above` in either
-            direction. An invalid row may lose its cached tokens from `start` on. To let a row pass a length of
-            `recompute_above`, restart it with all its tokens.
+            The float32 logits, for each step if there are several, and the new state. Undefined logits are NaN: at
+            padding, at tokens beyond `max_len` or beyond the page table, and in invalid rows. A row is invalid if it
+            starts after its cached tokens (see `shares_prefixes`), its length is outside [0, width], its slot is out of
+            range or used by several rows (see `Step.slots`), its page table lacks a page for one of its tokens, or its
+            length passes one of `recompute_above` in either direction. An invalid row may lose its cached tokens from
+            `start` on. To let a row pass a length of `recompute_above`, restart it with all its tokens.
 
         Raises:
             ConfigError: the step has page tables but the model has no paged caches; it has none but the pool is too
                 small for a page table of each slot; or, if the values of the tables are known, `Paging.check` fails.
         """
+        steps = (step,) if isinstance(step, Step) else tuple(step)
+        blocks, held = [], state["lengths"]
+        for each in steps:
+            block, held = self._block(each, held)
+            blocks.append(block)
+        logits, model = self._run(params, state["model"], steps, blocks)
+        found = tuple(
+            jnp.where(block.defined[..., None], each, jnp.nan) for block, each in zip(blocks, logits, strict=True)
+        )
+        return found[0] if isinstance(step, Step) else found, {"lengths": held, "model": model}
+
+    def _block(self, step: Step, held: Int[Array, " slots"]) -> tuple[_Block, Int[Array, " slots"]]:
+        """The rows of a step, and the length of each slot after it."""
         table = self._page_table(step)
-        width, held = step.ids.shape[1], state["lengths"]
+        width, is_shared = step.ids.shape[1], self.shares_prefixes and step.pages is not None
         start = step.start.astype(jnp.int32)
         given = jnp.full(start.shape, width, jnp.int32) if step.lengths is None else step.lengths.astype(jnp.int32)
         counts, slots = jnp.clip(given, 0, width), None
         whole = (start >= 0) & (counts == given)
         if step.slots is not None:
             slots = step.slots.astype(jnp.int32)
-            alone = (slots[:, None] == slots).sum(axis=1) == 1
-            whole &= (slots >= 0) & (slots < self.batch_size) & alone
+            whole &= (slots >= 0) & (slots < self.batch_size)
+            if not is_shared:
+                whole &= (slots[:, None] == slots).sum(axis=1) == 1
             slots = jnp.where(whole, slots, self.batch_size)  # out of range, so writes are dropped
         before = held if slots is None else held[slots]
-        if step.pages is None or not self.shares_prefixes:
+        if not is_shared:
             whole &= start <= before
         end, limit = start + counts, self.max_len
         if self.paging is not None and table is not None:
@@ -276,7 +362,7 @@ class Decoder:
             whole &= (start == 0) | ((before > bound) == (end > bound))
         index = start[:, None] + jnp.arange(width, dtype=jnp.int32)
         places = jnp.arange(self.max_len, dtype=jnp.int32)[None]
-        cached = CachedRows(
+        rows = CachedRows(
             tokens=TokenInfo(places, places, valid=places < end[:, None], valid_first=True),
             lengths=end,
             slots=slots,
@@ -286,24 +372,72 @@ class Decoder:
         # Padding has the position of the last token, so that it does not lengthen the row for position embeddings.
         positions = jnp.minimum(index, jnp.maximum(end - 1, 0)[:, None])
         valid = None if step.lengths is None else jnp.arange(width) < counts[:, None]
-        with self.layout.active() if self.layout is not None else contextlib.nullcontext():
-            (logits, _), model = self.fn(
-                params,
-                state["model"],
-                step.ids,
-                positions=positions,
-                index=index,
-                valid=valid,
-                cached=cached,
-                logits_at=step.logits_at,
-            )
-        at = jnp.arange(width)[None] if step.logits_at is None else step.logits_at
+        every = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), step.ids.shape)
+        at = every if step.logits_at is None else step.logits_at
         asked = start[:, None] + at
-        right = whole[:, None] & (at >= 0) & (at < counts[:, None]) & (asked >= 0) & (asked < limit)
+        defined = whole[:, None] & (at >= 0) & (at < counts[:, None]) & (asked >= 0) & (asked < limit)
         # The tokens of an invalid row may have overwritten cached ones.
         end = jnp.where(whole, jnp.minimum(end, limit), jnp.clip(start, 0, before))
-        lengths = end if slots is None else held.at[slots].set(end, mode="drop")
-        return jnp.where(right[..., None], logits, jnp.nan), {"lengths": lengths, "model": model}
+        if slots is None:
+            held = end
+        elif is_shared:  # the last of several rows of a slot counts
+            held = held.at[slots].set(0, mode="drop").at[slots].max(end, mode="drop")
+        else:
+            held = held.at[slots].set(end, mode="drop")
+        return _Block(TokenInfo(index, positions, valid=valid, cached=rows), at, defined), held
+
+    def _run(
+        self, params: Tree, state: Tree, steps: Sequence[Step], blocks: Sequence[_Block]
+    ) -> tuple[tuple[Float[Array, "batch logits vocab"], ...], Tree]:
+        """Calls the model. Returns the logits of each block and the new state."""
+        with self.layout.active() if self.layout is not None else contextlib.nullcontext():
+            tokens, adapters = blocks[0].tokens, _adapters_of_tokens(steps)
+            if len(blocks) == 1:
+                (logits, _), state = self.fn(
+                    params,
+                    state,
+                    steps[0].ids,
+                    positions=tokens.positions,
+                    index=tokens.index,
+                    valid=tokens.valid,
+                    cached=tokens.cached,
+                    logits_at=steps[0].logits_at,
+                    shared=None if adapters is None else {ADAPTERS: adapters[0]},
+                )
+                return (logits,), state
+
+            def flat(arrays: Sequence[jax.Array]) -> jax.Array:
+                return jnp.concatenate([array.reshape(1, -1) for array in arrays], axis=1)
+
+            starts = np.cumsum([0, *(step.ids.size for step in steps)])
+            places = []
+            for block, first in zip(blocks, starts[:-1], strict=True):
+                rows, width = block.tokens.index.shape
+                within = jnp.clip(block.at, 0, width - 1)
+                places.append(first + width * jnp.arange(rows, dtype=jnp.int32)[:, None] + within)
+            each_of = [block.tokens for block in blocks]
+            (logits, _), state = self.fn(
+                params,
+                state,
+                flat([step.ids for step in steps]),
+                positions=flat([each.positions for each in each_of]),
+                index=flat([each.index for each in each_of]),
+                valid=flat(
+                    [jnp.full(each.index.shape, True) if each.valid is None else each.valid for each in each_of]
+                ),
+                cached=CachedBlocks(tuple(each_of)),
+                logits_at=flat(places),
+                shared=None if adapters is None else {ADAPTERS: flat(adapters)},
+            )
+        cuts = np.cumsum([block.at.size for block in blocks])[:-1]
+        parts = zip(jnp.split(logits[0], cuts), blocks, strict=True)
+        return tuple(part.reshape(*block.at.shape, -1) for part, block in parts), state
+
+    def for_hidden_states(self) -> Decoder:
+        """This decoder with hidden states [batch, logits, embed] in place of the logits: the result of the layer `norm`
+        of the model, in the dtype of the model. Compiled programs omit the head. Requires `has_hidden_states`."""
+        fields = {field.name: getattr(self.fn, field.name) for field in dataclasses.fields(self.fn)}
+        return dataclasses.replace(self, fn=_HiddenStates(**fields))
 
     def _page_table(self, step: Step) -> Int[Array, "batch pages_per_row"] | None:
         """The page table of each row; None without paged caches."""
@@ -329,6 +463,31 @@ class Decoder:
         if not any(isinstance(each, jax.core.Tracer) for each in (table, step.start, lengths)):
             paging.check(table, step.start, np.broadcast_to(lengths, step.start.shape))
         return table.astype(jnp.int32)
+
+
+def _max_rollback(model: nnx.Module) -> int | None:
+    """The largest number of tokens that all decoding state of a model can roll back; None: any number."""
+    keeping = [
+        each for _, each in nnx.iter_modules(model) if any(isinstance(x, DecodingState) for x in vars(each).values())
+    ]
+    found = [getattr(each.config, "max_rollback", 0) for each in keeping if isinstance(each, Layer)]
+    return min((each for each in found if each is not None), default=None)
+
+
+def _adapters_of_tokens(steps: Sequence[Step]) -> list[Int[Array, "batch width"]] | None:
+    """The slot of the adapter of each token of some steps; None: no step has adapters."""
+    if all(step.adapters is None for step in steps):
+        return None
+    of_rows = [jnp.int32(-1) if step.adapters is None else step.adapters.astype(jnp.int32)[:, None] for step in steps]
+    return [jnp.broadcast_to(each, step.ids.shape) for each, step in zip(of_rows, steps, strict=True)]
+
+
+class _HiddenStates(Functional):
+    """A model that returns the result of its layer `norm`, the input of its head."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: as in `Functional`
+        (_, collections), state = super().__call__(*args, capture=("norm",), **kwargs)
+        return (collections.outputs["norm"], collections), state
 
 
 def _is_single(layout: Layout | None) -> bool:

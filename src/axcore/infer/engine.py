@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence as Many
-from typing import TYPE_CHECKING, NamedTuple, Self
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence as Many
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+
+import numpy as np
+from jaxtyping import Float
 
 from axcore import config
-from axcore.config import REQUIRED, ConfigError, PositiveInt
+from axcore.config import REQUIRED, AxcoreError, ConfigError, NonNegativeInt, PositiveInt
+from axcore.config.types import conforms
+from axcore.infer.adapters import Adapters
+from axcore.infer.beams import Beam, BeamOptions, BeamSearch
+from axcore.infer.buckets import Buckets
 from axcore.infer.decoder import Decoder
+from axcore.infer.embeddings import normalized
+from axcore.infer.grammar import GrammarCompiler
+from axcore.infer.guide import Grammars, Guide
+from axcore.infer.handover import DeliverHandover, HandedOver, Handover, Prefill, model_identity
+from axcore.infer.host_pool import HostLimits
+from axcore.infer.loaded_adapters import LoadedAdapters
 from axcore.infer.loop import EngineLoop
 from axcore.infer.pages import PagePool, PageUsage
-from axcore.infer.programs import Buckets, Programs
-from axcore.infer.requests import Piece, Request, SamplingOptions, TokenLogprob
+from axcore.infer.programs import Programs
+from axcore.infer.requests import Piece, Pooling, Request, SamplingOptions, TokenLogprob
 from axcore.infer.runner import Runner
 from axcore.infer.sampling import Method
 from axcore.infer.scheduler import Scheduler, SchedulerLimits
+from axcore.infer.speculation import Drafter, Target, keeping_hidden_states
 from axcore.infer.streams import Deliver, Stream, pieces_of
 from axcore.infer.text import TextStream
+from axcore.infer.transfers import RowState, StateLayout, Transfers, host_limits
 from axcore.module import Layer
 from axcore.nn import ContiguousCache, KVCache
 from axcore.parallel import Layout
@@ -36,8 +52,13 @@ class EngineStats(NamedTuple):
         tokens: tokens sampled so far.
         prompt_tokens: tokens of the prompts so far.
         cached_tokens: those of them that were found in the cache.
+        draft_tokens: drafts that were verified so far.
+        accepted_tokens: those of them that the model samples, too.
         compiled: programs compiled so far.
         pages: the pages of the caches; None: they have none.
+        host_pages: the pages in host memory; None: there are none.
+        offloaded: how often the state of a preempted sample was copied to host memory, instead of being computed again.
+        bytes_to_host, bytes_to_device: decoding state that was copied so far.
     """
 
     running: int
@@ -47,8 +68,14 @@ class EngineStats(NamedTuple):
     tokens: int
     prompt_tokens: int
     cached_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
     compiled: int
     pages: PageUsage | None
+    host_pages: PageUsage | None = None
+    offloaded: int = 0
+    bytes_to_host: int = 0
+    bytes_to_device: int = 0
 
 
 class Engine(config.Configurable):
@@ -69,6 +96,9 @@ class Engine(config.Configurable):
         tokenizer: converts text to tokens and back; None: requests and pieces have no text.
         eos_ids: the tokens that end a sample.
         layout: the mesh and rules; None: a single device.
+        draft_model: a smaller model with the same token ids, for `speculation=DraftModel.Config()`.
+        prefill: computes the prompts, and hands their decoding state over to this engine (disaggregated prefill); None:
+            this engine does. Embeddings, and preempted samples without saved state, are computed here.
     """
 
     class Config(config.Config):
@@ -79,12 +109,34 @@ class Engine(config.Configurable):
         max_len: PositiveInt = REQUIRED
         """The largest number of tokens of a row, its prompt included."""
         step_tokens: PositiveInt = 512
-        """The largest number of tokens of a step. A longer prompt takes several steps."""
+        """The largest number of prompt tokens of a step. A longer prompt takes several steps."""
         page_tables: PositiveInt = 1
         """The number of sizes of page tables for which programs are compiled, each a quarter of the next. More sizes
         decode short rows faster with a kernel that reads the whole table, such as the reference kernel."""
+        adapters: Adapters.Config | None = None
+        """Room for adapters, which requests choose by name, such as that of axcore-lora; None: no adapters."""
         prefix_caching: bool | None = None
         """Whether prompts share the pages of equal prefixes; None: if all caches of the model have pages."""
+        preemption: Literal["recompute", "offload"] = "recompute"
+        """What happens to the decoding state of a sample that loses its row to another: it is computed again, or copied
+        to host memory and back. Without room in `host_cache_bytes`, it is computed again."""
+        host_cache_bytes: NonNegativeInt = 0
+        """Host memory for the decoding state of preempted samples, and for prefixes that leave the page pool."""
+        speculation: Drafter.Config | None = None
+        """What proposes drafts, which the model verifies several at a time; None: a token of each row in each step."""
+        grammars: GrammarCompiler.Config | None = None
+        """Compiles the grammars of requests; None: requests with a grammar are refused."""
+
+        def buckets(self, decoder: Decoder) -> Buckets:
+            """The sizes of the calls of the model."""
+            return Buckets.of(
+                self.max_rows,
+                self.step_tokens,
+                self.max_len,
+                None if decoder.paging is None else decoder.paging.pages_for(self.max_len),
+                self.page_tables,
+                has_parts=decoder.shares_prefixes,
+            )
 
     config: Config
 
@@ -96,23 +148,54 @@ class Engine(config.Configurable):
         *,
         eos_ids: Iterable[int] = (),
         layout: Layout | None = None,
+        prefill: Prefill | None = None,
+        draft_model: Layer | None = None,
     ):
+        self._identity, self._prefill = model_identity(model), prefill
+        self._in_prefill: set[HandedOver] = set()
+        self._adapters = None if cfg.adapters is None else cfg.adapters.build()
         decoder, params, state = Decoder.of(
-            model, cache=cfg.cache, batch_size=cfg.max_rows, max_len=cfg.max_len, layout=layout
+            model,
+            cache=cfg.cache,
+            batch_size=cfg.max_rows,
+            max_len=cfg.max_len,
+            layout=layout,
+            adapters=self._adapters,
         )
         _check(cfg, decoder)
+        if cfg.speculation is not None and cfg.speculation.reads_hidden_states:
+            decoder, state = keeping_hidden_states(decoder, state, model)
         self.config, self.tokenizer, self.eos_ids = cfg, tokenizer, tuple(eos_ids)
-        self._programs = Programs(decoder, params, state, getattr(model.config, "vocab_size", None))
+        vocab_size = getattr(model.config, "vocab_size", None)
+        self._programs = Programs(decoder, params, state, vocab_size, adapters=self._adapters)
+        self._loaded = LoadedAdapters(0 if cfg.adapters is None else cfg.adapters.max_adapters)
+        self._drafter, num_drafts = None, 0
+        if cfg.speculation is None and draft_model is not None:
+            raise ConfigError(
+                "draft_model has no effect with engine.speculation=None. Set speculation=DraftModel.Config()"
+            )
+        if cfg.speculation is not None:
+            programs = self._programs
+            target = Target(model, decoder, lambda: programs.state, programs.vocab_size, draft_model)
+            self._drafter = cfg.speculation.build(target)
+            num_drafts = cfg.speculation.num_speculative_tokens
         self._pool = None
         if decoder.paging is not None:
             shares = decoder.shares_prefixes and cfg.prefix_caching is not False
             self._pool = PagePool(decoder.paging.num_pages, decoder.paging.page_size, shares_prefixes=shares)
-        pages_per_row = None if self._pool is None else self._pool.pages_for(cfg.max_len)
-        widest = min(cfg.step_tokens, cfg.max_len)
-        buckets = Buckets.of(cfg.max_rows, widest, pages_per_row, cfg.page_tables)
-        runner = Runner(self._programs, buckets, self.eos_ids)
-        self._scheduler = Scheduler(SchedulerLimits(cfg.max_rows, cfg.max_len, cfg.step_tokens), self._pool)
-        self._loop = EngineLoop(self._scheduler, runner, self._programs.free, self.eos_ids)
+        buckets = cfg.buckets(decoder)
+        self._grammars = None
+        if cfg.grammars is not None:
+            if tokenizer is None:
+                raise ConfigError("engine.grammars requires a tokenizer. Give the engine one, or set grammars to None")
+            self._grammars = Grammars(cfg.grammars, tokenizer, self.vocab_size, self.eos_ids)
+        kept = StateLayout(decoder, state)
+        host = _host_limits(cfg, kept, shares_prefixes=self._pool is not None and self._pool.shares_prefixes)
+        self._transfers = Transfers(self._programs, kept, host)
+        runner = Runner(self._programs, self._transfers, buckets, self.eos_ids, num_drafts)
+        limits = SchedulerLimits(cfg.max_rows, cfg.max_len, cfg.step_tokens, chunk_multiple=buckets.part or 1)
+        self._scheduler = Scheduler(limits, self._pool, host)
+        self._loop = EngineLoop(self._scheduler, runner, self._programs.free, self.eos_ids, self._loaded, self._drafter)
 
     def __enter__(self) -> Self:
         return self
@@ -146,17 +229,72 @@ class Engine(config.Configurable):
         scheduler, pool, counters = self._scheduler, self._pool, self._loop.counters
         return EngineStats(
             running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
+            waiting=scheduler.num_waiting + len(self._in_prefill),
             preempted=scheduler.num_preempted,
+            offloaded=scheduler.host.num_offloaded,
             steps=counters.steps,
             tokens=counters.tokens,
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
-            compiled=self._programs.num_traced,
+            draft_tokens=counters.draft_tokens,
+            accepted_tokens=counters.accepted_tokens,
+            compiled=self._programs.num_traced
+            + self._transfers.programs.num_traced
+            + (0 if self._drafter is None else self._drafter.num_traced),
             pages=None if pool is None else pool.usage,
+            host_pages=None if scheduler.host.pages is None else scheduler.host.pages.usage,
+            bytes_to_host=self._transfers.bytes_to_host,
+            bytes_to_device=self._transfers.bytes_to_device,
         )
 
-    def request(self, prompt: str, options: SamplingOptions | None = None) -> Request:
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the loaded adapters, which requests may have as `adapter`."""
+        return self._loaded.names
+
+    def load_adapter(self, name: str, source: Any) -> None:  # Any: what the adapters of the engine load from
+        """Loads an adapter for requests with this name. Compiles nothing after `warm_up`.
+
+        If the name is loaded, requests from now on use the new adapter, and share no cached prefix with earlier ones.
+        Running requests keep the old adapter, which therefore keeps its slot until they end.
+
+        Args:
+            name: the name in requests.
+            source: a folder or an adapter in memory; see the implementation of `Engine.Config.adapters`.
+
+        Raises:
+            AxcoreError: the engine has no adapters or no free slot, or the adapter cannot be read or does not fit the
+                model.
+        """
+        if self._adapters is None:
+            raise ConfigError(
+                f"adapter {name!r}: the engine has no room for adapters. Set engine.adapters, for example to that of "
+                f"axcore-lora"
+            )
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"the name of an adapter must be a text, not {name!r}. Use the name that requests give")
+        try:
+            arrays = self._adapters.arrays(source, self._programs.state_shapes)
+        except AxcoreError as error:
+            error.add_note(f"while loading the adapter {name!r}")
+            raise
+
+        def load() -> None:
+            slot = self._loaded.free_slot(name, self._scheduler.adapters)
+            self._programs.write_adapter(arrays, slot)
+            self._loaded.add(name, slot)
+
+        self._loop.in_thread(load)
+
+    def unload_adapter(self, name: str) -> None:
+        """Removes an adapter. Later requests with its name are refused. Running requests keep it until they end.
+
+        Raises:
+            AxcoreError: it is not loaded.
+        """
+        self._loop.in_thread(functools.partial(self._loaded.remove, name))
+
+    def request(self, prompt: str, options: SamplingOptions | None = None, *, adapter: str | None = None) -> Request:
         """A request for a text.
 
         Raises:
@@ -165,22 +303,25 @@ class Engine(config.Configurable):
         if self.tokenizer is None:
             raise ConfigError("engine.request requires a tokenizer. Give the engine one, or create a Request of ids")
         ids = self.tokenizer.prompt(prompt.encode("utf-8", "surrogateescape"))
-        return Request(tuple(ids.tolist()), options or SamplingOptions())
+        return Request(tuple(ids.tolist()), options or SamplingOptions(), adapter=adapter)
 
     def check(self, request: Request) -> None:
-        """Checks a request without queueing it. May be called from any thread.
+        """Checks a request without queueing it. May be called from any thread. Compiles its grammar, which may take
+        long if no recent request had it.
 
         Raises:
             ConfigError: `request` is not a `Request`, it does not fit, a token id is not in the vocabulary, a stop
-                string requires a tokenizer, or the request names an adapter.
+                string requires a tokenizer, the grammar is not valid or not supported, or the adapter is not loaded.
         """
         if not isinstance(request, Request):
             raise ConfigError(
                 f"{request!r} is not a Request. Use engine.request(text, SamplingOptions(...)), or Request(ids=...)"
             )
         request.check(self.vocab_size)
+        if request.pooling is not None:
+            self._check_embeddings()
         if request.adapter is not None:
-            raise ConfigError(f"request.adapter={request.adapter!r}: the engine has no adapters. Use None")
+            self._loaded.find(request.adapter)
         options = request.options
         if options.stop and self.tokenizer is None:
             raise ConfigError(
@@ -194,6 +335,19 @@ class Engine(config.Configurable):
                     f"tokens. Set max_tokens to at most {longest}, and continue with a new request"
                 )
         self._scheduler.check(request)
+        if options.grammar is not None:
+            if self._grammars is None:
+                raise ConfigError(
+                    "sampling.grammar requires a grammar compiler. Install a plugin that offers one (`axcore plugins` "
+                    "lists them), and set engine.grammars to its Config"
+                )
+            self._grammars.check(options.grammar)
+
+    def _check_embeddings(self) -> None:
+        if self._drafter is not None and self._drafter.config.reads_hidden_states:
+            raise ConfigError("request.pooling: the hidden states go to engine.speculation. Use another drafter")
+        if not self._programs.decoder.has_hidden_states:
+            raise ConfigError("request.pooling: the model has no layer `norm` before its head, so it has no embeddings")
 
     def submit(self, request: Request, deliver: Deliver, *, sample: int = 0) -> Callable[[], None]:
         """Queues a request.
@@ -212,10 +366,70 @@ class Engine(config.Configurable):
             AxcoreError: the engine is closed.
         """
         self.check(request)
-        text = None
-        if self.tokenizer is not None:
-            text = TextStream(self.tokenizer, prompt=request.ids, stop=request.options.stop)
-        return self._loop.submit(request, deliver, text, sample=sample)
+        if self._prefill is not None and request.pooling is None:
+            resume = functools.partial(self.resume, request, sample=sample)
+            handed = HandedOver(deliver, resume, self._in_prefill)
+            handed.start(functools.partial(self._prefill.export, request, sample=sample))
+            return handed.cancel
+        return self._loop.submit(request, deliver, self._text(request), self._guide(request), sample=sample)
+
+    def _text(self, request: Request) -> TextStream | None:
+        if self.tokenizer is None:
+            return None
+        return TextStream(self.tokenizer, prompt=request.ids, stop=request.options.stop)
+
+    def _guide(self, request: Request) -> Guide | None:
+        return None if self._grammars is None else self._grammars.guide(request.options)
+
+    def export(self, request: Request, deliver: DeliverHandover, *, sample: int = 0) -> Callable[[], None]:
+        """Computes the prompt of a request and its first token, for another engine that continues it with `resume`.
+
+        Args:
+            request: the prompt and the options. Stop strings are left to the other engine.
+            deliver: receives the handover. Its arrays are on the devices of this engine.
+            sample: see `submit`.
+
+        Returns:
+            A function that cancels the request.
+
+        Raises:
+            ConfigError: the prompt does not fit; see `check`.
+            AxcoreError: the engine is closed.
+        """
+        options = request.options
+        first = dataclasses.replace(options, max_tokens=1, min_tokens=min(options.min_tokens, 1), stop=())
+        request = dataclasses.replace(request, options=first)
+        self.check(request)
+
+        def exported(piece: Piece, state: RowState) -> None:
+            logprob = piece.logprobs[0] if piece.logprobs else None
+            deliver(Handover(self._identity, request.ids + piece.ids, state, logprob, piece.prompt_logprobs))
+
+        return self._loop.submit(request, deliver, None, self._guide(request), sample=sample, export=exported)
+
+    def resume(self, request: Request, handover: Handover, deliver: Deliver, *, sample: int = 0) -> Callable[[], None]:
+        """Continues a request whose prompt another engine has computed. It delivers the first token, too.
+
+        Args:
+            request: the request that was exported.
+            handover: what the other engine delivered.
+            deliver, sample: see `submit`.
+
+        Returns:
+            A function that cancels the request.
+
+        Raises:
+            ConfigError: the request does not fit, or the handover belongs to another request, another model, or an
+                engine with another cache.
+            AxcoreError: the engine is closed.
+        """
+        self.check(request)
+        handover.check(request, self._identity)
+        self._transfers.programs.layout.check(handover.state)
+        if not 0 <= handover.ids[-1] < self.vocab_size:
+            raise ConfigError(f"handover: token id {handover.ids[-1]} is not below {self.vocab_size}")
+        text, guide = self._text(request), self._guide(request)
+        return self._loop.submit(request, deliver, text, guide, sample=sample, handover=handover)
 
     def stream(self, request: Request, *, sample: int = 0) -> Stream:
         """Submits a request. Returns an iterator over the pieces of the sample; for errors see `submit`."""
@@ -223,48 +437,158 @@ class Engine(config.Configurable):
 
     def astream(self, request: Request, *, sample: int = 0) -> AsyncIterator[Piece]:
         """`stream` for asyncio. It submits when the first piece is awaited. A consumer that stops early cancels."""
-        return pieces_of(functools.partial(self.submit, request, sample=sample))
+        check = functools.partial(self.check, request)
+        return pieces_of(functools.partial(self.submit, request, sample=sample), check)
 
-    def generate(self, requests: Iterable[Request]) -> list[Piece]:
+    def generate(self, requests: Iterable[Request], *, n: int = 1) -> list[Piece]:
         """Computes the samples of several requests together, each as one piece.
+
+        Args:
+            requests: the requests.
+            n: the number of samples of each request, which compute its prompt once if the caches have pages.
+
+        Returns:
+            The samples of the first request, then those of the second, and so on.
 
         Raises:
             AxcoreError: a request does not fit, or the engine failed.
         """
-        streams = [self.stream(request) for request in requests]
+        if not conforms(n, PositiveInt):
+            raise ConfigError(f"engine.generate: n must be an int of at least 1, not {n!r}")
+        streams = [self.stream(request, sample=sample) for request in requests for sample in range(n)]
         try:
             return [stream.result() for stream in streams]
         finally:
             for stream in streams:
                 stream.cancel()
 
-    def score(self, prompts: Iterable[str | Many[int]]) -> list[tuple[TokenLogprob, ...]]:
+    def beam_search(
+        self, prompts: Iterable[str | Many[int]], options: BeamOptions, *, adapter: str | None = None
+    ) -> list[list[Beam]]:
+        """The most likely outputs of each prompt that a beam search finds.
+
+        Each step of the search submits a request for one token after each unfinished output, those of all prompts
+        together. With prefix caching, it computes at most one page of tokens for each output; otherwise all its tokens.
+        More than 20 beams and end tokens compile another program.
+
+        Args:
+            prompts: the text or the token ids of each prompt.
+            options: the options.
+            adapter: the name of a loaded adapter; None: the model alone.
+
+        Returns:
+            For each prompt the outputs, the best score first.
+
+        Raises:
+            AxcoreError: a prompt is empty or does not fit with `max_tokens`, or the engine failed.
+            ConfigError: a prompt is a text, and the engine has no tokenizer; or the vocabulary has fewer tokens than
+                `options.num_beams` and end tokens.
+        """
+        end_ids = {*options.stop_token_ids, *(() if options.ignore_eos else self.eos_ids)}
+        searches = [(ids, BeamSearch(options, end_ids)) for ids in self._ids(prompts)]
+        longest = SamplingOptions(max_tokens=options.max_tokens, stop_token_ids=options.stop_token_ids)
+        for ids, _ in searches:
+            self.check(Request(ids, longest, adapter=adapter))
+        one = SamplingOptions(temperature=0.0, max_tokens=1, logprobs=options.num_beams + len(end_ids))
+        while running := [(ids, search) for ids, search in searches if search.unfinished]:
+            requests = [
+                Request(ids + more, one, adapter=adapter) for ids, search in running for more in search.unfinished
+            ]
+            found = iter(self.generate(requests))
+            for _, search in running:
+                search.advance([_top(next(found)) for _ in search.unfinished])
+        return [[self._with_text(ids, beam) for beam in search.finished] for ids, search in searches]
+
+    def _with_text(self, prompt: tuple[int, ...], beam: Beam) -> Beam:
+        if self.tokenizer is None:
+            return beam
+        stream = TextStream(self.tokenizer, prompt=prompt)
+        text = stream.add(beam.ids) + stream.finish()
+        return dataclasses.replace(beam, text=text)
+
+    def score(
+        self, prompts: Iterable[str | Many[int]], *, adapter: str | None = None
+    ) -> list[tuple[TokenLogprob, ...]]:
         """The log-probability of each token of some rows but the first, given the tokens before it.
 
         Args:
             prompts: the text or the token ids of each row, fewer tokens than `max_len`.
+            adapter: the name of a loaded adapter; None: the model alone.
 
         Raises:
             AxcoreError: a row does not fit, or the engine failed.
             ConfigError: a prompt is a text, and the engine has no tokenizer.
         """
         options = SamplingOptions(temperature=0.0, max_tokens=1, prompt_logprobs=True)
-        pieces = self.generate(
-            self.request(prompt, options) if isinstance(prompt, str) else Request(tuple(map(int, prompt)), options)
-            for prompt in prompts
-        )
+        pieces = self.generate(Request(ids, options, adapter=adapter) for ids in self._ids(prompts))
         return [piece.prompt_logprobs or () for piece in pieces]
 
+    def embed(
+        self,
+        prompts: Iterable[str | Many[int]],
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        adapter: str | None = None,
+    ) -> list[Float[np.ndarray, " embed"]]:
+        """The embedding of each prompt: the hidden states of the last layer after the final norm, pooled.
+
+        Args:
+            prompts: the text or the token ids of each prompt, fewer tokens than `max_len`.
+            pooling: `last`: the state of the last token; `mean`: the mean over all tokens of the prompt, which uses no
+                cached prefix.
+            normalize: whether embeddings have length 1.
+            adapter: the name of a loaded adapter; None: the model alone.
+
+        Returns:
+            A float32 array [embed] for each prompt.
+
+        Raises:
+            AxcoreError: a prompt is empty or does not fit, the hidden states are not finite, or the engine failed.
+            ConfigError: a prompt is a text, and the engine has no tokenizer; or the model has no hidden states.
+        """
+        pieces = self.generate(
+            Request(ids, SamplingOptions(max_tokens=1), adapter=adapter, pooling=pooling) for ids in self._ids(prompts)
+        )
+        found = [piece.embedding for piece in pieces if piece.embedding is not None]
+        return [normalized(each) for each in found] if normalize else found
+
+    def _ids(self, prompts: Iterable[str | Many[int]]) -> Iterator[tuple[int, ...]]:
+        """The token ids of prompts."""
+        for prompt in prompts:
+            yield self.request(prompt).ids if isinstance(prompt, str) else tuple(map(int, prompt))
+
     def warm_up(
-        self, methods: Iterable[Method] = ("greedy", "plain", "full"), *, prompt_logprobs: bool = False
+        self,
+        methods: Iterable[Method] = ("greedy", "plain", "full"),
+        *,
+        prompt_logprobs: bool = False,
+        embeddings: bool = False,
+        handovers: bool = False,
     ) -> None:
         """Compiles the programs of every bucket. Later requests compile only for many logit edits or log-probabilities.
 
         Args:
             methods: the sampling methods to compile.
             prompt_logprobs: whether to compile the programs that score prompts.
+            embeddings: whether to compile the programs for embeddings.
+            handovers: whether to compile the programs for `export` and `resume`. Those that the config of the engine
+                or its `prefill` need are compiled anyway.
+
+        Raises:
+            ConfigError: `embeddings` is set, and the model has none.
         """
-        self._loop.warm_up(tuple(methods), prompt_logprobs=prompt_logprobs)
+        if embeddings:
+            self._check_embeddings()
+        if self._grammars is not None:
+            self._grammars.warm_up()
+        self._loop.warm_up(
+            tuple(methods),
+            prompt_logprobs=prompt_logprobs,
+            embeddings=embeddings,
+            grammars=self._grammars is not None,
+            transfers=handovers or self._prefill is not None or self.config.host_cache_bytes > 0,
+        )
 
     def close(self) -> None:
         """Ends the engine and frees its caches. Unfinished samples get an error.
@@ -272,6 +596,12 @@ class Engine(config.Configurable):
         It may be called from any thread, also more than once. In `deliver`, it does not wait for the end.
         """
         self._loop.close()
+
+
+def _top(piece: Piece) -> tuple[tuple[int, float], ...]:
+    """The most likely tokens in place of the only token of a piece."""
+    assert piece.logprobs is not None, "the request asks for log-probabilities"
+    return piece.logprobs[0].top
 
 
 def _check(cfg: Engine.Config, decoder: Decoder) -> None:
@@ -286,3 +616,54 @@ def _check(cfg: Engine.Config, decoder: Decoder) -> None:
             "engine.prefix_caching=True requires pages in every layer that keeps decoding state, as in "
             "axcore-paged-kv. Choose such a cache, or leave prefix_caching out"
         )
+    if cfg.speculation is not None:
+        _check_speculation(cfg, cfg.speculation, decoder)
+
+
+def _check_speculation(cfg: Engine.Config, speculation: Drafter.Config, decoder: Decoder) -> None:
+    count = speculation.num_speculative_tokens
+    where = f"engine.speculation.num_speculative_tokens={count}"
+    if cfg.preemption == "offload" and speculation.reads_hidden_states:
+        raise ConfigError(
+            "engine.preemption='offload': engine.speculation reads the hidden states of all tokens, which a copy of "
+            "the decoding state lacks. Set preemption='recompute', or use another drafter"
+        )
+    if cfg.prefix_caching and speculation.reads_hidden_states:
+        raise ConfigError(
+            "engine.prefix_caching=True: engine.speculation reads the hidden states of all tokens, which pages lack. "
+            "Leave prefix_caching out, or use another drafter"
+        )
+    if decoder.max_rollback is not None and count > decoder.max_rollback:
+        remedy = (
+            "Set speculation=None, because its layers keep state that cannot be rolled back"
+            if decoder.max_rollback == 0
+            else "Reduce num_speculative_tokens, or use caches that keep more tokens, such as a ring with more spare"
+        )
+        raise ConfigError(
+            f"{where}: the model can drop at most {decoder.max_rollback} tokens of a row, such as rejected drafts. "
+            f"{remedy}"
+        )
+
+
+def _host_limits(cfg: Engine.Config, layout: StateLayout, *, shares_prefixes: bool) -> HostLimits:
+    """The number of pages and slots in host memory.
+
+    Raises:
+        ConfigError: it has no room or no use for any.
+    """
+    offloads = cfg.preemption == "offload"
+    if cfg.host_cache_bytes and not (offloads or shares_prefixes):
+        raise ConfigError(
+            f"engine.host_cache_bytes={cfg.host_cache_bytes} has no use, since the engine neither offloads preempted "
+            f"samples nor shares prefixes. Set preemption='offload', or host_cache_bytes=0"
+        )
+    limits = host_limits(layout, cfg.host_cache_bytes, max_rows=cfg.max_rows, offloads_preempted=offloads)
+    has_room = limits.num_slots != 0 and (limits.num_pages or not layout.pages)
+    if not has_room and (offloads or cfg.host_cache_bytes):
+        least = layout.page_bytes + (2 if layout.pages else 1) * layout.slot_bytes
+        raise ConfigError(
+            f"engine.host_cache_bytes={cfg.host_cache_bytes} has no room for decoding state, which takes "
+            f"{layout.page_bytes} bytes a page and {layout.slot_bytes} bytes a row. Set it to at least {least}, or "
+            f"preemption='recompute' and host_cache_bytes=0"
+        )
+    return limits

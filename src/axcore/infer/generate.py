@@ -16,6 +16,7 @@ from axcore.config import AxcoreError
 from axcore.infer.engine import Engine
 from axcore.infer.requests import Request, SamplingOptions
 from axcore.infer.sampling import NextToken, SamplingRows, sample, seed_words
+from axcore.infer.speculation import Drafter
 from axcore.module import Layer, Tree, functional
 from axcore.nn import KVCache
 from axcore.numerics import require_calibrated
@@ -35,6 +36,7 @@ class Generator:
         cache: the KV cache, such as `ContiguousCache.Config()`. It limits prompt and sample together to `context`
             tokens. None: each new token recomputes the last `context` tokens, and the length is unlimited.
         eos_ids: tokens that end a sample.
+        speculation: what proposes drafts (see `Engine.Config`); requires a cache.
     """
 
     def __init__(
@@ -45,11 +47,14 @@ class Generator:
         temperature: float = 1.0,
         cache: KVCache.Config | None = None,
         eos_ids: Collection[int] = (),
+        speculation: Drafter.Config | None = None,
     ):
         if not temperature >= 0:
             raise AxcoreError(f"temperature must be 0 or more, not {temperature}")
         if context < 1:
             raise AxcoreError(f"context must be at least 1, not {context}")
+        if speculation is not None and cache is None:
+            raise AxcoreError("speculation requires a cache, such as ContiguousCache.Config(), not None")
         require_calibrated(model)
         self.context, self.temperature, self.is_cached = context, temperature, cache is not None
         self._eos_ids = frozenset(eos_ids)
@@ -60,7 +65,10 @@ class Generator:
         if cache is None:
             self._sample = jax.jit(self._recomputed)
         else:
-            cfg = Engine.Config(cache=cache, max_rows=1, max_len=context + 1, step_tokens=context + 1)
+            step_tokens = max(context, 0 if speculation is None else speculation.num_speculative_tokens) + 1
+            cfg = Engine.Config(
+                cache=cache, max_rows=1, max_len=context + 1, step_tokens=step_tokens, speculation=speculation
+            )
             self._engine = cfg.build(model, eos_ids=self._eos_ids)
             weakref.finalize(self, self._engine.close)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from axcore.config import ConfigError
@@ -43,6 +43,7 @@ class PagePool:
 
     Attributes:
         epoch: the number of times that `flush` was called. It is part of every key.
+        on_evict: called with a cached page and its key before the page is used for other tokens.
     """
 
     def __init__(self, num_pages: int, page_size: int, *, shares_prefixes: bool = True):
@@ -51,6 +52,7 @@ class PagePool:
                 raise ConfigError(f"PagePool.{name} must be at least 1, not {value}. Give the cache more memory")
         self.num_pages, self.page_size, self.shares_prefixes = num_pages, page_size, shares_prefixes
         self.epoch = 0
+        self.on_evict: Callable[[int, PrefixKey], None] | None = None
         self._users = [0] * num_pages
         self._num_live = 0
         self._free = list(reversed(range(num_pages)))  # a stack whose top is page 0
@@ -155,6 +157,8 @@ class PagePool:
         assert key is not None
         del self._published[key]
         self._free.append(page)
+        if self.on_evict is not None:
+            self.on_evict(page, key)
 
 
 def _hash(domain: bytes, content: bytes) -> PrefixKey:

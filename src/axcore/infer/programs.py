@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -14,72 +14,62 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
+from axcore.infer.adapters import Adapters
 from axcore.infer.decoder import Decoder, Step
-from axcore.infer.sampling import Counts, LogProbs, Sampled, SamplingRows, log_probabilities, sample
+from axcore.infer.embeddings import chunk_states
+from axcore.infer.sampling import (
+    Counts,
+    LogProbs,
+    Sampled,
+    SamplingRows,
+    Verified,
+    log_probabilities,
+    sample,
+    verify,
+)
 from axcore.infer.sampling.rows import USUAL_LOGPROBS
 from axcore.module import Tree
 from axcore.nn import Phase
+from axcore.parallel import constrain
 
 
 class Batch(NamedTuple):
-    """The rows of one call of the model, padded to a bucket.
+    """Rows of one width in a call of the model, padded to a bucket.
 
     The arrays are new for each call: JAX on CPU may read NumPy memory after the call returns.
 
     Attributes:
         ids: the new tokens of each row.
-        ints: for each row the start, the number of new tokens, the slot, and 1 if the first new token is the one that
-            was sampled last in this slot, else 0. A padding row has no new tokens, and a slot that is out of range.
+        ints: for each row the start, the number of new tokens, the slot, 1 if the first new token is the one that was
+            sampled last in this slot, else 0, and the slot of the adapter or -1. A padding row has no new tokens, and a
+            slot that is out of range.
         pages: the page table of each row; None if the caches have no pages.
     """
 
     ids: Int[np.ndarray, "rows width"]
-    ints: Int[np.ndarray, "rows 4"]
+    ints: Int[np.ndarray, "rows 5"]
     pages: Int[np.ndarray, "rows pages_per_row"] | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Buckets:
-    """The sizes to which calls are padded, ascending.
+class ModelCall(NamedTuple):
+    """A call of the model on rows that decode, on parts of prompts, or on both together.
 
     Attributes:
-        rows: rows that decode one token each.
-        widths: new tokens of a prompt.
-        pages: pages of a row in the page table; empty if the caches have no pages.
+        decode, prefill: the rows.
+        at: the rows whose logits are returned, counted through `decode` and then `prefill`; None: all.
+        whole: whether row i of `decode` has slot i, for all slots. Then caches without pages are read in place.
     """
 
-    rows: tuple[int, ...]
-    widths: tuple[int, ...]
-    pages: tuple[int, ...]
+    decode: Batch | None
+    prefill: Batch | None = None
+    at: Int[np.ndarray, " rows"] | None = None
+    whole: bool = False
 
-    @classmethod
-    def of(cls, max_rows: int, max_width: int, pages_per_row: int | None, tables: int) -> Buckets:
-        """Powers of two up to the largest sizes; prompts have at least 16 tokens. Without pages, every decoding call
-        has all rows, so that caches are read in place.
-
-        Args:
-            max_rows, max_width, pages_per_row: the largest sizes; `pages_per_row=None`: the caches have no pages.
-            tables: the number of sizes of page tables. Each is a quarter of the next.
-        """
-        widths = _powers(16, max_width)
-        if pages_per_row is None:
-            return cls((max_rows,), widths, ())
-        pages = {-(-pages_per_row // 4**quarter) for quarter in range(tables)}
-        return cls(_powers(1, max_rows), widths, tuple(sorted(pages)))
-
-
-def _powers(size: int, largest: int) -> tuple[int, ...]:
-    """size, 2 * size, ... below `largest`, and `largest`."""
-    sizes = []
-    while size < largest:
-        sizes.append(size)
-        size *= 2
-    return (*sizes, largest)
-
-
-def bucket(sizes: Sequence[int], size: int) -> int:
-    """The smallest of the ascending `sizes` that is at least `size`."""
-    return sizes[bisect.bisect_left(sizes, size)]
+    @property
+    def blocks(self) -> dict[Phase, Batch]:
+        """The rows of each phase, if there are any."""
+        blocks: dict[Phase, Batch | None] = {"decode": self.decode, "prefill": self.prefill}
+        return {phase: rows for phase, rows in blocks.items() if rows is not None}
 
 
 class Programs:
@@ -87,26 +77,49 @@ class Programs:
 
     Args:
         vocab_size: the number of token ids; None: the size of the logits, which may have more columns as padding.
+        adapters: the adapters of the decoder; None: it has none.
 
     Attributes:
+        state_shapes: the shapes of the state of the model.
         num_traced: the number of programs that were compiled.
     """
 
-    def __init__(self, decoder: Decoder, params: Tree, state: Tree, vocab_size: int | None):
-        self.decoder, self.num_traced = decoder, 0
+    def __init__(
+        self,
+        decoder: Decoder,
+        params: Tree,
+        state: Tree,
+        vocab_size: int | None,
+        *,
+        adapters: Adapters | None = None,
+    ):
+        self.decoder, self.num_traced, self._adapters = decoder, 0, adapters
+        self.state_shapes: Tree = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state["model"])
         self._params, self._state = params, state
         row, table = jnp.zeros((1,), jnp.int32), jnp.zeros((1, 1), jnp.int32)
-        one = Step(table, start=row, lengths=row, slots=row, pages=None if decoder.paging is None else table)
+        one = Step(
+            table,
+            start=row,
+            lengths=row,
+            slots=row,
+            pages=None if decoder.paging is None else table,
+            adapters=None if adapters is None else row,
+        )
         columns = jax.eval_shape(decoder, params, state, one)[0].shape[-1]
         self.vocab_size = columns if vocab_size is None else vocab_size
         self._last = jnp.zeros((decoder.batch_size,), jnp.int32)
         self._counts = Counts.zeros(decoder.batch_size, columns)
         self._commit()
-        self._model = jax.jit(self._trace_model, donate_argnums=1, static_argnames=("phase", "whole"))
+        self._model = jax.jit(self._trace_model, donate_argnums=1, static_argnames="whole")
+        self._model_of_drafts = jax.jit(self._trace_model_of_drafts, donate_argnums=1, static_argnames="whole")
+        self._verifier = jax.jit(self._trace_verifier, donate_argnums=(1, 2))
         self._scorer = jax.jit(self._trace_scorer, donate_argnums=1)
+        self._embedder = jax.jit(self._trace_embedder, donate_argnums=1)
         self._sampler = jax.jit(self._trace_sampler, donate_argnums=(1, 2))
         self._counter = jax.jit(self._trace_counter, donate_argnums=0)
         self._eraser = jax.jit(self._trace_eraser, donate_argnums=0)
+        self._adapter_writer = jax.jit(self._trace_adapter_writer, donate_argnums=0)
+        self._has_rows = any("batch" in axes for axes in jax.tree.leaves(decoder.state_axes["model"], is_leaf=_is_axes))
 
     def _commit(self) -> None:
         """Puts all arrays where the programs return them. Otherwise jax compiles a program again when the results of
@@ -120,19 +133,37 @@ class Programs:
             held = self._params, self._state, self._last, self._counts
             self._params, self._state, self._last, self._counts = jax.device_put(held, home)
 
-    def logits(self, rows: Batch, phase: Phase, *, whole: bool = False) -> Float[Array, "rows vocab"]:
-        """Runs the model.
+    @property
+    def state(self) -> Tree:
+        """The decoding state. A program that takes it as a donated argument sets the new one."""
+        return self._state
 
-        Args:
-            rows: the rows.
-            phase: prefill or decode.
-            whole: whether row i has slot i, for all slots. Then caches without pages are read in place.
+    @state.setter
+    def state(self, state: Tree) -> None:
+        self._state = state
+
+    def logits(self, call: ModelCall) -> Float[Array, "rows vocab"]:
+        """Runs the model.
 
         Returns:
             The logits of the last new token of each row; NaN in padding rows.
         """
-        logits, self._state = self._model(self._params, self._state, self._last, rows, phase=phase, whole=whole)
+        logits, self._state = self._model(self._params, self._state, self._last, call.blocks, call.at, whole=call.whole)
         return logits
+
+    def compile(self, calls: Iterable[ModelCall]) -> None:
+        """Compiles the model for several calls of `logits`.
+
+        The next program is traced while one compiles. Two do not compile at the same time: XLA measures kernels on the
+        device, and would disturb its own measurements.
+        """
+        with ThreadPoolExecutor(1) as pool:
+            compiling = []
+            for call in calls:
+                arrays = self._params, self._state, self._last, call.blocks, call.at
+                compiling.append(pool.submit(self._model.lower(*arrays, whole=call.whole).compile))
+            for each in compiling:
+                each.result()
 
     def scored(self, rows: Batch, targets: Int[np.ndarray, "1 width"]) -> tuple[Float[Array, "1 vocab"], LogProbs]:
         """Runs the model on a part of a prompt.
@@ -147,11 +178,36 @@ class Programs:
         logits, found, self._state = self._scorer(self._params, self._state, self._last, rows, targets)
         return logits, found
 
+    def embedded(self, rows: Batch) -> Float[Array, "2 embed"]:
+        """Runs the model on a part of a prompt, which is one row. For the result see `chunk_states`."""
+        states, self._state = self._embedder(self._params, self._state, self._last, rows)
+        return states
+
     def sampled(
         self, logits: Float[Array, "rows vocab"], slots: Int[np.ndarray, " rows"], rows: SamplingRows
     ) -> Sampled:
         """Samples the next token of each row, and keeps it as the last one of its slot."""
         found, self._last, self._counts = self._sampler(logits, self._last, self._counts, slots, rows)
+        return found
+
+    def logits_of_drafts(self, rows: Batch, *, whole: bool = False) -> Float[Array, "rows width vocab"]:
+        """Runs the model on the last token of each row and on its drafts. See `logits`.
+
+        Returns:
+            The logits of all tokens; NaN in padding.
+        """
+        logits, self._state = self._model_of_drafts(self._params, self._state, self._last, rows, whole=whole)
+        return logits
+
+    def verified(
+        self,
+        logits: Float[Array, "rows width vocab"],
+        drafts: Int[np.ndarray, "rows drafts"],
+        slots: Int[np.ndarray, " rows"],
+        rows: SamplingRows,
+    ) -> Verified:
+        """Samples the next tokens of rows with drafts, and keeps the last one of each slot. See `verify`."""
+        found, self._last, self._counts = self._verifier(logits, self._last, self._counts, drafts, slots, rows)
         return found
 
     def count(self, slot: int, tokens: Sequence[int], num_prompt: int) -> None:
@@ -163,7 +219,18 @@ class Programs:
     def erase(self, slot: int) -> None:
         """Fills the caches of a slot with zeros. Otherwise NaN of an earlier row would spoil the sums of attention, in
         which its weight is zero."""
-        self._state = self._eraser(self._state, np.int32(slot))
+        if self._has_rows:
+            self._state = self._eraser(self._state, np.int32(slot))
+
+    def write_adapter(self, arrays: Tree, slot: int) -> None:
+        """Puts an adapter into a slot. Nothing is written if the slot is out of range."""
+        self._state = self._adapter_writer(self._state, arrays, np.int32(slot))
+
+    def warm_up_adapters(self) -> None:
+        """Compiles `write_adapter`, if there is room for adapters."""
+        if self._adapters is not None:
+            nothing = self._adapters.arrays(None, self.state_shapes)
+            self.write_adapter(nothing, self._adapters.config.max_adapters)
 
     def free(self) -> None:
         """Waits for the device, which an interpreter that ends must not leave running, and frees its memory. No
@@ -173,14 +240,35 @@ class Programs:
         del self._params, self._state, self._last, self._counts
 
     def _trace_model(
-        self, params: Tree, state: Tree, last: jax.Array, rows: Batch, *, phase: Phase, whole: bool
+        self,
+        params: Tree,
+        state: Tree,
+        last: jax.Array,
+        blocks: Mapping[Phase, Batch],
+        at: jax.Array | None,
+        *,
+        whole: bool,
     ) -> tuple[jax.Array, Tree]:
         self.num_traced += 1
-        step = self._step(state, last, rows, phase, whole)
-        assert step.lengths is not None
-        at = jnp.maximum(step.lengths - 1, 0)[:, None]
-        logits, state = self.decoder(params, state, dataclasses.replace(step, logits_at=at))
-        return logits[:, 0], state
+        steps = []
+        for phase, rows in blocks.items():
+            step = self._step(state, last, rows, phase, whole and phase == "decode")
+            assert step.lengths is not None
+            steps.append(dataclasses.replace(step, logits_at=jnp.maximum(step.lengths - 1, 0)[:, None]))
+        logits, state = self.decoder(params, state, steps)
+        found = jnp.concatenate([of_step[:, 0] for of_step in logits]) if len(logits) > 1 else logits[0][:, 0]
+        found = found if at is None else found[at]
+        if self.decoder.layout is not None:  # equal shardings, so that one program samples from all of them
+            with self.decoder.layout.active():
+                found = constrain(found, "batch", "vocab")
+        return found, state
+
+    def _trace_model_of_drafts(
+        self, params: Tree, state: Tree, last: jax.Array, rows: Batch, *, whole: bool
+    ) -> tuple[jax.Array, Tree]:
+        self.num_traced += 1
+        logits, state = self.decoder(params, state, self._step(state, last, rows, "decode", whole))
+        return logits, state
 
     def _trace_scorer(
         self, params: Tree, state: Tree, last: jax.Array, rows: Batch, targets: jax.Array
@@ -195,8 +283,15 @@ class Programs:
         found = log_probabilities(all_logits, jnp.asarray(targets)[0], valid, min(USUAL_LOGPROBS, self.vocab_size))
         return logits[:, jnp.maximum(step.lengths[0] - 1, 0)], found, state
 
+    def _trace_embedder(self, params: Tree, state: Tree, last: jax.Array, rows: Batch) -> tuple[jax.Array, Tree]:
+        self.num_traced += 1
+        step = self._step(state, last, rows, "prefill", False)
+        assert step.lengths is not None
+        hidden, state = self.decoder.for_hidden_states()(params, state, step)
+        return chunk_states(hidden[0], step.lengths[0]), state
+
     def _step(self, state: Tree, last: jax.Array, rows: Batch, phase: Phase, whole: bool) -> Step:
-        start, lengths, slots, continues = jnp.moveaxis(jnp.asarray(rows.ints), 1, 0)
+        start, lengths, slots, continues, adapters = jnp.moveaxis(jnp.asarray(rows.ints), 1, 0)
         if whole:  # a slot without new tokens keeps its row
             start = jnp.where(lengths > 0, start, state["lengths"])
         sampled = last.at[slots].get(mode="fill", fill_value=0)
@@ -207,6 +302,7 @@ class Programs:
             lengths=lengths,
             slots=None if whole else slots,
             pages=rows.pages if rows.pages is None else jnp.asarray(rows.pages),
+            adapters=None if self._adapters is None else adapters,
             phase=phase,
         )
 
@@ -218,6 +314,25 @@ class Programs:
         if rows.method == "full":
             counts = counts.plus(slots, found.tokens)
         return found, last.at[slots].set(found.tokens, mode="drop"), counts
+
+    def _trace_verifier(
+        self,
+        logits: jax.Array,
+        last: jax.Array,
+        counts: Counts,
+        drafts: jax.Array,
+        slots: jax.Array,
+        rows: SamplingRows,
+    ) -> tuple[Verified, jax.Array, Counts]:
+        self.num_traced += 1
+        found = verify(logits, jnp.asarray(drafts), rows, counts)
+        width, num_tokens = logits.shape[1], found.num_tokens
+        tokens = found.sampled.tokens.reshape(-1, width)
+        if rows.method == "full":
+            kept = jnp.where(jnp.arange(width) < num_tokens[:, None], tokens, -1)
+            counts = counts.plus(jnp.repeat(slots, width), kept.reshape(-1))
+        newest = jnp.take_along_axis(tokens, jnp.maximum(num_tokens - 1, 0)[:, None], axis=1)[:, 0]
+        return found, last.at[slots].set(newest, mode="drop"), counts
 
     def _trace_counter(self, counts: Counts, ids: jax.Array, ints: jax.Array) -> Counts:
         self.num_traced += 1
@@ -233,3 +348,12 @@ class Programs:
             return x.at[(slice(None),) * axes.index("batch") + (slot,)].set(0, mode="drop")
 
         return state | {"model": jax.tree.map(erased, state["model"], self.decoder.state_axes["model"])}
+
+    def _trace_adapter_writer(self, state: Tree, arrays: Tree, slot: jax.Array) -> Tree:
+        self.num_traced += 1
+        assert self._adapters is not None
+        return state | {"model": self._adapters.write(state["model"], arrays, slot)}
+
+
+def _is_axes(node: object) -> bool:
+    return isinstance(node, tuple)

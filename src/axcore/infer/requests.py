@@ -6,12 +6,19 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
+import numpy as np
+from jaxtyping import Float
+
 from axcore.config import ConfigError, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt, Range
 from axcore.config.frozen import frozen
 from axcore.config.types import conforms, hints, required, widened
+from axcore.infer.grammar import Grammar
 
 type FinishReason = Literal["stop", "length", "cancelled"]
 """Why a sample ended: an end token, stop token or stop string; the maximum length; or a call of `cancel`."""
+
+Pooling = Literal["last", "mean"]
+"""The hidden states of a prompt that are its embedding: those of its last token, or their mean."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +42,9 @@ class SamplingOptions:
         ignore_eos: whether the model's end tokens do not end the sample.
         logprobs: the number of most likely tokens whose log-probabilities are returned besides that of the sampled
             token; None: no log-probabilities.
+        grammar: what the text of the output must match; None: anything. End tokens are sampled only where the text is
+            complete, and the sample ends where no text may follow, even before `min_tokens`. `max_tokens`, stop strings
+            and stop tokens with text may end it before it is complete.
         prompt_logprobs: whether the first piece has the log-probabilities of the prompt, with the number of most likely
             tokens in `logprobs`.
 
@@ -58,9 +68,10 @@ class SamplingOptions:
     ignore_eos: bool = False
     logprobs: NonNegativeInt | None = None
     prompt_logprobs: bool = False
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        _check_fields(self, "sampling")
+        check_fields(self, "sampling", _REMEDIES)
         for token in self.logit_bias:
             if not conforms(token, NonNegativeInt):
                 raise ConfigError(
@@ -101,10 +112,12 @@ class Request:
         options: how the output is sampled.
         priority: requests with a smaller number run first; equal ones in the order of arrival.
         salt: requests with different salts share no cached prefix, so that one tenant cannot probe another's prompts.
-        adapter: the name and version of the adapter to run with; None: the model alone.
+        adapter: the name of a loaded adapter (see `Engine.load_adapter`); None: the model alone.
+        pooling: asks for the embedding of the prompt in place of output; None: for output.
 
     Raises:
-        ConfigError: `ids` is empty or has other values than token ids, or another field has the wrong type.
+        ConfigError: `ids` is empty or has other values than token ids, another field has the wrong type, or `options`
+            ask for output besides an embedding.
     """
 
     ids: tuple[int, ...]
@@ -112,9 +125,10 @@ class Request:
     priority: int = 0
     salt: str = ""
     adapter: str | None = None
+    pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
-        _check_fields(self, "request")
+        check_fields(self, "request", _REMEDIES)
         object.__setattr__(self, "ids", tuple(self.ids))
         if not self.ids:
             raise ConfigError("request.ids=() must have at least one token. Start the prompt with the BOS token")
@@ -124,6 +138,11 @@ class Request:
                     f"request.ids: {token!r} is not a token id, an int of at least 0. Use the ids of the tokenizer, "
                     f"and ids.tolist() of an array"
                 )
+        if self.pooling is not None and self.options != SamplingOptions(max_tokens=1):
+            raise ConfigError(
+                f"request.options: a request with pooling={self.pooling!r} has no output, so its options must be "
+                f"SamplingOptions(max_tokens=1), not {_shown(self.options)}"
+            )
 
     def check(self, vocab_size: int) -> None:
         """Checks the token ids against the vocabulary.
@@ -163,6 +182,7 @@ class Piece:
         finish_reason: why the sample ends with these tokens; None: more will follow.
         prompt_logprobs: in the first piece, one for each token of the prompt but the first; None if the request does
             not ask for them.
+        embedding: float32 [embed], in the only piece of a request with `pooling`, which has no tokens; otherwise None.
     """
 
     ids: tuple[int, ...]
@@ -170,6 +190,7 @@ class Piece:
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: FinishReason | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    embedding: Float[np.ndarray, " embed"] | None = dataclasses.field(default=None, compare=False)
 
 
 _REMEDIES = {
@@ -188,22 +209,33 @@ _REMEDIES = {
     "stop_token_ids": "Use the ids of the tokenizer, as in (2,)",
     "ignore_eos": "Use True or False",
     "prompt_logprobs": "Use True or False",
+    "grammar": "Use Grammar.regex(...), Grammar.json_schema(...), Grammar.choice(...), or None for free text",
     "logprobs": "Use None for no log-probabilities, and 0 for those of the sampled tokens only",
     "options": "Use SamplingOptions()",
     "priority": "Use 0 for the default",
     "salt": "Use '' to share prefixes with every request",
     "adapter": "Use None for the model without an adapter",
+    "pooling": "Use 'last' or 'mean' for an embedding, and None for output",
 }
 
 
-def _check_fields(owner: SamplingOptions | Request, path: str) -> None:
-    """Checks the fields but `ids` against their annotations, and stores them in an immutable form."""
+def check_fields(owner: object, path: str, remedies: Mapping[str, str]) -> None:
+    """Checks the fields of a frozen dataclass except `ids` against their annotations, and makes them immutable.
+
+    Args:
+        owner: the dataclass.
+        path: what messages call it.
+        remedies: what to do about a wrong value of each field.
+
+    Raises:
+        ConfigError: a value does not conform to its annotation.
+    """
     for name, hint in hints(type(owner)).items():
         if name == "ids":  # a prompt has too many items for the general check
             continue
         value = frozen(getattr(owner, name))
         if not conforms(value, hint):
-            raise ConfigError(f"{path}.{name} must be {required(value, hint)}, not {_shown(value)}. {_REMEDIES[name]}")
+            raise ConfigError(f"{path}.{name} must be {required(value, hint)}, not {_shown(value)}. {remedies[name]}")
         object.__setattr__(owner, name, widened(value, hint))
 
 

@@ -4,9 +4,25 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from typing import NamedTuple
 
+from axcore.infer.host_pool import HostPool
 from axcore.infer.pages import PagePool, PrefixKey
 from axcore.infer.sequences import Sequence
+
+
+class CachedPrefix(NamedTuple):
+    """The pages that hold the first tokens of a sequence.
+
+    Attributes:
+        pages: pages of the device.
+        host_pages: the pages in host memory after them.
+        missing: the keys of the first pages that are not on the device, and nowhere.
+    """
+
+    pages: list[int]
+    host_pages: list[int]
+    missing: frozenset[PrefixKey] = frozenset()
 
 
 class Rows:
@@ -16,10 +32,11 @@ class Rows:
         max_rows: the number of slots.
         pool: the pages.
         watermark: the share of the pages that starting sequences leave to those that run.
+        host: decoding state outside of the device.
     """
 
-    def __init__(self, max_rows: int, pool: PagePool, watermark: float):
-        self.pool = pool
+    def __init__(self, max_rows: int, pool: PagePool, watermark: float, host: HostPool):
+        self.pool, self.host = pool, host
         self._watermark = int(watermark * pool.num_pages)
         self._slots = list(range(max_rows))  # a heap, so that the slots in use are low
         self._running: dict[int, Sequence] = {}
@@ -40,47 +57,60 @@ class Rows:
         """The running sequence that is the last in rank: the newest of the lowest priority."""
         return max(self._running.values(), key=Sequence.rank)
 
-    def lookup(self, sequence: Sequence) -> tuple[list[int], PrefixKey | None]:
-        """The cached pages of a sequence that does not run, and the key of the full page after them.
+    def lookup(self, sequence: Sequence) -> CachedPrefix:
+        """The cached pages of a sequence that does not run.
 
-        Both leave out the last token, which must be computed for its logits. A sequence whose request asks for the
-        log-probabilities of the prompt uses no cached pages, since it needs all logits.
+        They leave out the last token, which must be computed for its logits. A sequence whose request asks for the
+        log-probabilities of the prompt, or for the mean of its hidden states, uses no cached pages, since it needs the
+        results of all tokens. One with saved state needs no other pages of the host.
         """
-        if sequence.request.options.prompt_logprobs:
-            return [], None
+        if sequence.request.options.prompt_logprobs or sequence.request.pooling == "mean":
+            return CachedPrefix([], [])
         if sequence.epoch != self.pool.epoch:
             sequence.keys, sequence.epoch = [], self.pool.epoch
         self._extend_keys(sequence)
         keys = sequence.keys[: (len(sequence.tokens) - 1) // self.pool.page_size]
         cached = self.pool.match(keys)
-        return cached, keys[len(cached)] if len(cached) < len(keys) else None
+        if sequence.saved is not None:
+            return CachedPrefix(cached, [])
+        kept = self.host.match(keys[len(cached) :])
+        ends = {len(cached), len(cached) + len(kept)}
+        return CachedPrefix(cached, kept, frozenset(keys[end] for end in ends if end < len(keys)))
 
-    def start(self, sequence: Sequence, cached: list[int]) -> bool:
+    def start(self, sequence: Sequence, prefix: CachedPrefix) -> bool:
         """Gives a sequence a slot and pages, if enough are free.
 
         Alone, every sequence fits. Otherwise, it leaves the watermark to the others.
         """
+        cached, kept = prefix.pages, prefix.host_pages
         self.pool.retain(cached)
         missing = self.pool.pages_for(sequence.length) - len(cached)
         if not self._slots or missing + (self._watermark if self._running else 0) > self.pool.num_available:
             self.pool.release(cached)
             return False
         sequence.slot = heapq.heappop(self._slots)
-        sequence.pages = cached + self.pool.allocate(missing)
-        sequence.num_published = len(cached)
-        sequence.num_computed = len(cached) * self.pool.page_size
+        with self.host.retained(kept):  # pages that are evicted now must not replace them
+            sequence.pages = cached + self.pool.allocate(missing)
+            sequence.num_published = len(cached)
+            sequence.num_computed = self.host.restore(sequence, len(cached), kept)
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_computed
         self._running[sequence.id] = sequence
         return True
 
-    def grow(self, sequence: Sequence) -> bool:
-        """Gives a running sequence the pages for its next token, if enough are free."""
-        missing = self.pool.pages_for(sequence.length) - len(sequence.pages)
+    def grow(self, sequence: Sequence, num_drafts: int = 0) -> bool:
+        """Gives a running sequence the pages for its next token and for drafts after it, if enough are free."""
+        missing = self.pool.pages_for(sequence.length + num_drafts) - len(sequence.pages)
         if missing > self.pool.num_available:
             return False
-        sequence.pages += self.pool.allocate(missing)
+        sequence.pages += self.pool.allocate(max(missing, 0))
         return True
+
+    def shrink(self, sequence: Sequence) -> None:
+        """Releases the pages of drafts that were rejected."""
+        needed = self.pool.pages_for(sequence.length)
+        self.pool.release(sequence.pages[needed:])
+        del sequence.pages[needed:]
 
     def publish(self, sequence: Sequence) -> None:
         """Publishes pages whose tokens are known and computed by dispatched steps, unless the weights have changed."""
@@ -101,5 +131,5 @@ class Rows:
         sequence.slot, sequence.pages = None, []
 
     def _extend_keys(self, sequence: Sequence) -> None:
-        request = sequence.request
-        self.pool.extend(sequence.keys, sequence.tokens, salt=request.salt, adapter=request.adapter)
+        adapter = None if sequence.adapter is None else sequence.adapter.key
+        self.pool.extend(sequence.keys, sequence.tokens, salt=sequence.request.salt, adapter=adapter)

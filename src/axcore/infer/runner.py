@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, Int32
 
-from axcore.infer.programs import Batch, Buckets, Programs, bucket
+from axcore.infer.buckets import Buckets, Shape, bucket
+from axcore.infer.programs import Batch, ModelCall, Programs
 from axcore.infer.requests import SamplingOptions, TokenLogprob
-from axcore.infer.sampling import LogProbs, Method, NextToken, Sampled, SamplingRows
+from axcore.infer.sampling import LogProbs, Method, NextToken, Sampled, SamplingRows, Verified
+from axcore.infer.sampling.acceptance import NO_DRAFT
 from axcore.infer.sampling.rows import PADDING
 from axcore.infer.sequences import Chunk, Plan
+from axcore.infer.transfers import Transfers
 
 Seed = tuple[int, int]
 """The words of a seed; see `seed_words`."""
 
+type Mask = Int32[np.ndarray, " words"]
+"""The tokens that a sequence may sample, as `NextToken.grammar`."""
+
+Masks = Callable[[tuple[int, ...]], list[Mask]]
+"""Returns the mask of the next token, and that after each of some drafts."""
+
 
 class SampledToken(NamedTuple):
-    """A sampled token.
+    """A sampled token, and its log-probability if the request asks for it."""
 
-    Attributes:
-        token: the token; None: every token is excluded, or the logits are not finite.
-        logprob: its log-probability, if the request asks for it.
-    """
-
-    token: int | None
+    token: int
     logprob: TokenLogprob | None
 
 
@@ -37,7 +42,26 @@ class SamplerCall(NamedTuple):
     """A call of the sampler: the chunk of each row that is no padding, and the result, which is on the device."""
 
     rows: Mapping[int, Chunk]
-    sampled: Sampled
+    found: Sampled | Verified
+
+
+class Part(NamedTuple):
+    """Tokens of a chunk that are a row of a call: all of them, or some of a prompt.
+
+    Attributes:
+        chunk: the chunk.
+        offset: the number of its tokens before those of the part.
+        length: the number of tokens.
+    """
+
+    chunk: Chunk
+    offset: int
+    length: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next token of the sequence is sampled after this part."""
+        return self.chunk.is_last and self.offset + self.length == self.chunk.count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +72,8 @@ class StepInFlight:
     calls: list[SamplerCall]
     scores: list[tuple[Chunk, LogProbs]]
     """The log-probabilities of the token after each token of a chunk, for requests that ask for those of the prompt."""
+    states: list[tuple[Chunk, Float[Array, "2 embed"]]]
+    """What poolings need of the hidden states of a chunk, for requests that ask for an embedding."""
 
 
 class Runner:
@@ -55,55 +81,88 @@ class Runner:
 
     Args:
         programs: the programs.
+        transfers: moves decoding state out of the device and back.
         buckets: the sizes to which rows are padded.
         eos_ids: the tokens that `min_tokens` excludes.
+        num_drafts: the largest number of drafts of a row.
     """
 
-    def __init__(self, programs: Programs, buckets: Buckets, eos_ids: Collection[int]):
-        self._programs, self._buckets, self._eos_ids = programs, buckets, eos_ids
+    def __init__(
+        self,
+        programs: Programs,
+        transfers: Transfers,
+        buckets: Buckets,
+        eos_ids: Collection[int],
+        num_drafts: int = 0,
+    ):
+        self.transfers = transfers
+        self._programs, self._buckets, self._eos_ids, self._num_drafts = programs, buckets, eos_ids, num_drafts
         self._decoder = programs.decoder
-        self._is_paged = self._decoder.paging is not None
+        self._is_whole = self._decoder.paging is None
+        self._counted: dict[int, int] = {}  # the sequence whose tokens are counted, by slot
 
-    def start(self, plan: Plan, seeds: Mapping[int, Seed]) -> StepInFlight:
+    def start(self, plan: Plan, seeds: Mapping[int, Seed], masks: Mapping[int, Masks]) -> StepInFlight:
         """Starts a step, without waiting for the device.
 
         Args:
             plan: the newest plan of the scheduler.
             seeds: the seed of each sequence, by id.
+            masks: the tokens that each sequence with a grammar may sample, by id. They are computed while the device
+                runs the model.
         """
-        calls, scores = [], []
-        if plan.decode:
-            rows = {self._row(row, chunk): chunk for row, chunk in enumerate(plan.decode)}
-            logits = self._logits_of_decoding(rows, bucket(self._buckets.rows, len(rows)))
-            calls.append(self._sampled(rows, logits, seeds))
+        self.transfers.start(plan.transfers, plan.number)
+        calls, scores, states = [], [], []
         for chunk in plan.prefill:
             if chunk.start == 0:
-                assert chunk.sequence.slot is not None
-                self._programs.erase(chunk.sequence.slot)
-            width = bucket(self._buckets.widths, chunk.count)
-            if chunk.sequence.request.options.prompt_logprobs:
-                logits, found = self._scored(chunk, width)
-                scores.append((chunk, found))
-            else:
-                logits = self._logits_of_prompt({0: chunk}, width)
-            if chunk.is_last:
+                self._programs.erase(_slot(chunk))
+        for chunk in plan.chunks:
+            if chunk.is_last and chunk.sequence.request.pooling is None:
                 self._count(chunk)
-                calls.append(self._sampled({0: chunk}, logits, seeds))
-        jax.tree.map(lambda x: x.copy_to_host_async(), [found for _, found in scores])
-        return StepInFlight(plan, calls, scores)
+        prompts = [chunk for chunk in plan.prefill if not _is_alone(chunk)]
+        decode = plan.decode
+        if any(chunk.num_drafts for chunk in decode):
+            calls.append(self._verified(decode, seeds, masks))
+            decode = ()
+        while decode or prompts:  # usually one call
+            number, rows, logits = self._call(decode, prompts)
+            if rows:
+                calls.append(self._sampled(rows, logits, seeds, masks))
+            decode, prompts = (), prompts[number:]
+        for chunk in filter(_is_alone, plan.prefill):
+            batch = self._packed({0: _whole(chunk)}, Shape(1, bucket(self._buckets.widths, chunk.count)), 1)
+            if chunk.sequence.request.pooling is not None:
+                states.append((chunk, self._programs.embedded(batch)))
+                continue
+            logits, found = self._programs.scored(batch, self._targets(chunk, batch.ids.shape[1]))
+            scores.append((chunk, found))
+            if chunk.is_last:
+                calls.append(self._sampled({0: chunk}, logits, seeds, masks))
+        for array in jax.tree.leaves([found for _, found in scores] + [found for _, found in states]):
+            array.copy_to_host_async()
+        return StepInFlight(plan, calls, scores, states)
 
-    def read(self, flight: StepInFlight) -> dict[int, SampledToken]:
-        """Waits for a step. Returns what each sequence sampled, by id."""
-        found: dict[int, SampledToken] = {}
+    def read(self, flight: StepInFlight) -> dict[int, list[SampledToken]]:
+        """Waits for a step. Returns what each sequence sampled, by id: the accepted drafts and the token after them. It
+        is nothing if every token is excluded or the logits are not finite, and an arbitrary token if the sequence has
+        no output."""
+        self.transfers.finish(flight.plan.number)
+        sampled = {chunk.sequence.id: [SampledToken(0, None)] for chunk, _ in flight.states if chunk.is_last}
         for rows, on_device in flight.calls:
-            sampled: Sampled = jax.device_get(on_device)
+            found: Sampled | Verified = jax.device_get(on_device)
+            if isinstance(found, Sampled):
+                found = Verified(found, found.valid.astype(np.int32))
+            tokens, logprobs = found.sampled.tokens, found.sampled.logprobs
+            width = len(tokens) // len(found.num_tokens)
             for row, chunk in rows.items():
-                token = int(sampled.tokens[row]) if sampled.valid[row] else None
-                count, logprob = chunk.sequence.request.options.logprobs, None
-                if token is not None and count is not None and sampled.logprobs is not None:
-                    logprob = _logprob(sampled.logprobs, row, token, count)
-                found[chunk.sequence.id] = SampledToken(token, logprob)
-        return found
+                count = chunk.sequence.request.options.logprobs
+                new = sampled[chunk.sequence.id] = []
+                for at in range(row * width, row * width + int(found.num_tokens[row])):
+                    token = int(tokens[at])
+                    logprob = None
+                    if count is not None and logprobs is not None:
+                        logprob = _logprob(logprobs, at, token, count)
+                    new.append(SampledToken(token, logprob))
+        return sampled
 
     def read_scores(self, flight: StepInFlight) -> Iterator[tuple[int, int, TokenLogprob]]:
         """Waits for a step. Yields (id of the sequence, position, log-probability) of each token of a prompt that
@@ -115,92 +174,227 @@ class Runner:
             for row, position in enumerate(range(chunk.start + 1, min(chunk.start + chunk.count + 1, len(ids)))):
                 yield sequence.id, position, _logprob(found, row, ids[position], count)
 
-    def warm_up(self, methods: Iterable[Method], *, prompt_logprobs: bool) -> None:
+    def read_states(self, flight: StepInFlight) -> Iterator[tuple[Chunk, Float[np.ndarray, "2 embed"]]]:
+        """Waits for a step. Yields the hidden states of each chunk of a request that asks for an embedding."""
+        for chunk, on_device in flight.states:
+            yield chunk, jax.device_get(on_device)
+
+    def warm_up(
+        self,
+        methods: Iterable[Method],
+        *,
+        prompt_logprobs: bool,
+        embeddings: bool,
+        grammars: bool,
+        transfers: bool,
+    ) -> None:
         """Compiles the programs of every bucket, by running padding. The state does not change.
 
         Args:
             methods: the sampling methods to compile.
             prompt_logprobs: whether to compile the programs that score prompts.
+            embeddings: whether to compile the programs for embeddings.
+            grammars: whether to compile the programs that sample with a grammar, for the method `full`.
+            transfers: whether to compile the programs that move decoding state.
         """
         logits: dict[int, Float[Array, "rows vocab"]] = {}
-        tables, paging = self._buckets.pages or (0,), self._decoder.paging
-        for size, pages in itertools.product(self._buckets.rows, tables):
-            logits[size] = self._logits_of_decoding({}, size, pages)
-        for width, pages in itertools.product(self._buckets.widths, tables):
-            if paging is None or pages >= paging.pages_for(width):
-                logits[1] = self._logits_of_prompt({}, width, pages)
+        of_drafts: dict[int, Float[Array, "rows width vocab"]] = {}
+        buckets, most, calls = self._buckets, self._buckets.rows[-1], list[ModelCall]()
+        for pages in buckets.pages or (0,):
+            fits = functools.partial(self._fits, pages=pages)
+            decoding = {size: self._packed({}, Shape(size, 1), pages) for size in buckets.rows}
+            calls += [ModelCall(rows, whole=self._is_whole) for rows in decoding.values()]
+            calls += [ModelCall(None, self._packed({}, shape, pages)) for shape in filter(fits, buckets.prompts)]
+            for shape in filter(fits, buckets.mixed):
+                prompts, at = self._packed({}, shape, pages), np.zeros(most, np.int32)
+                calls.append(ModelCall(decoding[most], prompts, at, self._is_whole))
+        self._programs.compile(calls)
+        for call in calls:
+            found = self._programs.logits(call)
+            logits[found.shape[0]] = found
+        for size, pages in itertools.product(buckets.rows if self._num_drafts else (), buckets.pages or (0,)):
+            of_drafts[size] = self._logits_of_drafts({}, size, pages)
+        for width, pages in itertools.product(buckets.widths, buckets.pages or (0,)):
+            if (prompt_logprobs or embeddings) and self._fits(Shape(1, width), pages):
+                rows = self._packed({}, Shape(1, width), pages)
                 if prompt_logprobs:
-                    self._programs.scored(self._packed({}, 1, width, pages), np.zeros((1, width), np.int32))
+                    logits[1], _ = self._programs.scored(rows, np.zeros((1, width), np.int32))
+                if embeddings:
+                    self._programs.embedded(rows)
         for (size, of_size), method, asked in itertools.product(logits.items(), methods, (None, 0)):
             padding = dataclasses.replace(PADDING, options=SamplingOptions(temperature=0.0, logprobs=asked))
-            self._sample(of_size, [padding] * size, method)
+            tokens = [padding]
+            if grammars and method == "full":
+                every = np.full(-(-self._programs.vocab_size // 32), -1, np.int32)
+                tokens.append(dataclasses.replace(padding, grammar=every))
+            for token in tokens:
+                self._sample(of_size, [token] * size, method)
+                if size in of_drafts:
+                    drafts = np.full((size, self._num_drafts), NO_DRAFT, np.int32)
+                    self._verify(of_drafts[size], drafts, [token] * (size * (1 + self._num_drafts)), method)
         self._programs.count(self._decoder.batch_size, (), 0)
         self._programs.erase(self._decoder.batch_size)
+        self._programs.warm_up_adapters()
+        if transfers:
+            self.transfers.programs.warm_up()
+
+    def _fits(self, shape: Shape, pages: int) -> bool:
+        """Whether a row of a prompt can have page tables of this size."""
+        return self._decoder.paging is None or pages >= self._decoder.paging.pages_for(shape.width)
+
+    def _call(
+        self, decode: Sequence[Chunk], prompts: Sequence[Chunk]
+    ) -> tuple[int, dict[int, Chunk], Float[Array, "rows vocab"]]:
+        """Runs the model on rows that decode and on the first of some chunks of prompts, as many as fit into one call.
+
+        Returns:
+            The number of these chunks, the row of the logits of each chunk that samples a token, and the logits.
+        """
+        if not prompts:
+            rows = {self._row(row, chunk): chunk for row, chunk in enumerate(decode)}
+            size = bucket(self._buckets.rows, len(rows))
+            batch = self._packed({row: _whole(chunk) for row, chunk in rows.items()}, Shape(size, 1), 1)
+            return 0, rows, self._programs.logits(ModelCall(batch, whole=self._is_whole))
+        number, shape = self._buckets.fit([chunk.count for chunk in prompts], mixed=bool(decode))
+        parts = dict(enumerate(itertools.chain.from_iterable(_parts(chunk, shape.width) for chunk in prompts[:number])))
+        last = {row: part.chunk for row, part in parts.items() if part.is_last}
+        if not decode:
+            return number, last, self._programs.logits(ModelCall(None, self._packed(parts, shape, 1)))
+        most = self._buckets.rows[-1]
+        rows, at = {}, np.zeros(most, np.int32)
+        for chunk, found in itertools.chain(((each, None) for each in decode), ((c, r) for r, c in last.items())):
+            row = self._row(len(rows), chunk)
+            rows[row], at[row] = chunk, row if found is None else most + found
+        decoding = {row: _whole(chunk) for row, chunk in rows.items() if at[row] < most}
+        pages = max(len(chunk.sequence.pages) for chunk in (*decode, *prompts[:number]))
+        prefill = self._packed(parts, shape, pages)
+        pages = pages if prefill.pages is None else prefill.pages.shape[1]
+        batch = self._packed(decoding, Shape(most, 1), pages)
+        return number, rows, self._programs.logits(ModelCall(batch, prefill, at, self._is_whole))
+
+    def _logits_of_drafts(
+        self, rows: Mapping[int, Chunk], size: int, pages: int = 1
+    ) -> Float[Array, "rows width vocab"]:
+        parts = {row: _whole(chunk) for row, chunk in rows.items()}
+        batch = self._packed(parts, Shape(size, 1 + self._num_drafts), pages)
+        return self._programs.logits_of_drafts(batch, whole=self._is_whole)
 
     def _row(self, row: int, chunk: Chunk) -> int:
         """The row of a chunk that decodes: without pages its slot, because caches of all slots are read in place."""
-        slot = chunk.sequence.slot
-        assert slot is not None
-        return row if self._is_paged else slot
+        return _slot(chunk) if self._is_whole else row
 
-    def _logits_of_decoding(self, rows: Mapping[int, Chunk], size: int, pages: int = 1) -> Float[Array, "rows vocab"]:
-        return self._programs.logits(self._packed(rows, size, 1, pages), "decode", whole=not self._is_paged)
-
-    def _logits_of_prompt(self, rows: Mapping[int, Chunk], width: int, pages: int = 1) -> Float[Array, "1 vocab"]:
-        return self._programs.logits(self._packed(rows, 1, width, pages), "prefill")
-
-    def _scored(self, chunk: Chunk, width: int) -> tuple[Float[Array, "1 vocab"], LogProbs]:
+    def _targets(self, chunk: Chunk, width: int) -> Int[np.ndarray, "1 width"]:
+        """The token after each token of a chunk."""
         targets = np.zeros((1, width), np.int32)
         after = chunk.sequence.tokens[chunk.start + 1 : chunk.start + 1 + chunk.count]
         targets[0, : len(after)] = after
-        return self._programs.scored(self._packed({0: chunk}, 1, width, 1), targets)
+        return targets
 
-    def _packed(self, rows: Mapping[int, Chunk], size: int, width: int, pages: int) -> Batch:
-        """The chunks in `size` rows of `width` tokens, with page tables of the bucket of at least `pages`."""
-        ids, ints, table = np.zeros((size, width), np.int32), np.zeros((size, 4), np.int32), None
-        ints[:, 2] = self._decoder.batch_size  # out of range
+    def _packed(self, rows: Mapping[int, Part], shape: Shape, pages: int) -> Batch:
+        """The rows of a call, with page tables of the bucket of at least `pages`."""
+        ids, ints, table = np.zeros(shape, np.int32), np.zeros((shape.rows, 5), np.int32), None
+        ints[:, 2:] = self._decoder.batch_size, 0, -1  # a slot that is out of range, and no adapter
         if (paging := self._decoder.paging) is not None:
-            longest = max((len(chunk.sequence.pages) for chunk in rows.values()), default=0)
-            pages = bucket(self._buckets.pages, max(pages, longest))
-            table = np.full((size, pages), paging.num_pages, np.int32)  # out of range
-        for row, chunk in rows.items():
-            sequence = chunk.sequence
-            ids[row, : len(chunk.ids)] = chunk.ids
-            assert sequence.slot is not None
-            ints[row] = chunk.start, chunk.count, sequence.slot, int(not chunk.ids)
+            longest = max((len(part.chunk.sequence.pages) for part in rows.values()), default=0)
+            pages = bucket(self._buckets.pages, max(pages, longest, paging.pages_for(shape.width)))
+            table = np.full((shape.rows, pages), paging.num_pages, np.int32)  # out of range
+        for row, (chunk, offset, length) in rows.items():
+            tokens, owned = chunk.ids[offset : offset + length], chunk.sequence.pages
+            ids[row, : len(tokens)] = tokens
+            adapter = -1 if chunk.sequence.adapter is None else chunk.sequence.adapter.slot
+            ints[row] = chunk.start + offset, length, _slot(chunk), int(not chunk.ids), adapter
             if table is not None:
-                table[row, : len(sequence.pages)] = sequence.pages
+                table[row, : len(owned)] = owned
         return Batch(ids, ints, table)
 
     def _sampled(
-        self, rows: Mapping[int, Chunk], logits: Float[Array, "rows vocab"], seeds: Mapping[int, Seed]
+        self,
+        rows: Mapping[int, Chunk],
+        logits: Float[Array, "rows vocab"],
+        seeds: Mapping[int, Seed],
+        masks: Mapping[int, Masks],
     ) -> SamplerCall:
         tokens = [PADDING] * logits.shape[0]
         for row, chunk in rows.items():
-            sequence = chunk.sequence
-            position = chunk.start + chunk.count
-            num_output = position - len(sequence.request.ids)
-            slot = sequence.slot
-            assert slot is not None
-            tokens[row] = NextToken(sequence.request.options, seeds[sequence.id], position, num_output, slot)
-        found = self._sample(logits, tokens, None)
-        for array in jax.tree.leaves(found):
-            array.copy_to_host_async()
-        return SamplerCall(rows, found)
+            mask = masks[chunk.sequence.id](())[0] if chunk.sequence.id in masks else None
+            tokens[row] = _next_token(chunk, chunk.start + chunk.count, seeds, mask)
+        return SamplerCall(rows, _fetched(self._sample(logits, tokens, None)))
+
+    def _verified(self, decode: Sequence[Chunk], seeds: Mapping[int, Seed], masks: Mapping[int, Masks]) -> SamplerCall:
+        """Runs the model on rows that decode, of which some have drafts, and samples their next tokens."""
+        rows = {self._row(row, chunk): chunk for row, chunk in enumerate(decode)}
+        size, width = bucket(self._buckets.rows, len(rows)), 1 + self._num_drafts
+        logits = self._logits_of_drafts(rows, size)
+        tokens, drafts = [PADDING] * (size * width), np.full((size, width - 1), NO_DRAFT, np.int32)
+        for row, chunk in rows.items():
+            of_row = chunk.ids[1:]
+            drafts[row, : len(of_row)] = of_row
+            allowed = masks[chunk.sequence.id](of_row) if chunk.sequence.id in masks else [None] * chunk.count
+            for at, mask in enumerate(allowed):
+                tokens[row * width + at] = _next_token(chunk, chunk.start + 1 + at, seeds, mask)
+        return SamplerCall(rows, _fetched(self._verify(logits, drafts, tokens, None)))
 
     def _sample(
         self, logits: Float[Array, "rows vocab"], tokens: Sequence[NextToken], method: Method | None
     ) -> Sampled:
-        packed = SamplingRows.of(tokens, vocab_size=self._programs.vocab_size, eos_ids=self._eos_ids, method=method)
         slots = np.array([token.slot for token in tokens], np.int32)
-        return self._programs.sampled(logits, slots, packed)
+        return self._programs.sampled(logits, slots, self._sampling(tokens, method))
+
+    def _verify(
+        self,
+        logits: Float[Array, "rows width vocab"],
+        drafts: Int[np.ndarray, "rows drafts"],
+        tokens: Sequence[NextToken],
+        method: Method | None,
+    ) -> Verified:
+        slots = np.array([token.slot for token in tokens[:: logits.shape[1]]], np.int32)
+        return self._programs.verified(logits, drafts, slots, self._sampling(tokens, method))
+
+    def _sampling(self, tokens: Sequence[NextToken], method: Method | None) -> SamplingRows:
+        return SamplingRows.of(tokens, vocab_size=self._programs.vocab_size, eos_ids=self._eos_ids, method=method)
 
     def _count(self, chunk: Chunk) -> None:
         """Counts the tokens of a row that starts to sample, if it has penalties."""
         sequence, options = chunk.sequence, chunk.sequence.request.options
+        if self._counted.get(_slot(chunk)) == sequence.id:
+            return
+        self._counted[_slot(chunk)] = sequence.id
         if options.frequency_penalty or options.presence_penalty or options.repetition_penalty != 1:
-            assert sequence.slot is not None
-            self._programs.count(sequence.slot, sequence.tokens, len(sequence.request.ids))
+            self._programs.count(_slot(chunk), sequence.tokens, len(sequence.request.ids))
+
+
+def _is_alone(chunk: Chunk) -> bool:
+    """Whether a chunk is computed by a call of its own, since more than the logits of its last token is asked for."""
+    request = chunk.sequence.request
+    return request.pooling is not None or request.options.prompt_logprobs
+
+
+def _whole(chunk: Chunk) -> Part:
+    return Part(chunk, 0, chunk.count)
+
+
+def _parts(chunk: Chunk, width: int) -> Iterator[Part]:
+    """The rows of at most `width` tokens of a chunk."""
+    return (Part(chunk, offset, min(width, chunk.count - offset)) for offset in range(0, chunk.count, width))
+
+
+def _slot(chunk: Chunk) -> int:
+    assert chunk.sequence.slot is not None
+    return chunk.sequence.slot
+
+
+def _next_token(chunk: Chunk, position: int, seeds: Mapping[int, Seed], mask: Mask | None) -> NextToken:
+    """The token at a position after a chunk or one of its drafts."""
+    sequence, request = chunk.sequence, chunk.sequence.request
+    num_output = position - len(request.ids)
+    return NextToken(request.options, seeds[sequence.id], position, num_output, _slot(chunk), mask)
+
+
+def _fetched[T](found: T) -> T:
+    """Starts to copy arrays to the host."""
+    for array in jax.tree.leaves(found):
+        array.copy_to_host_async()
+    return found
 
 
 def _logprob(found: LogProbs, row: int, token: int, count: int) -> TokenLogprob:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from axcore.config import ConfigError
+from axcore.infer.host_pool import HostLimits, HostPool
+from axcore.infer.loaded_adapters import LoadedAdapter
 from axcore.infer.pages import PagePool
 from axcore.infer.requests import FinishReason, Request
-from axcore.infer.rows import Rows
+from axcore.infer.rows import CachedPrefix, Rows
 from axcore.infer.sequences import Chunk, Plan, Sequence
 
 __all__ = ["Chunk", "Plan", "Scheduler", "SchedulerLimits", "Sequence"]
@@ -22,18 +25,20 @@ class SchedulerLimits:
     Attributes:
         max_rows: the number of sequences that run at the same time.
         max_len: the maximum number of tokens of a sequence, prompt and output together.
-        step_tokens: the maximum number of tokens of a step, at least `max_rows`. More tokens make prompts faster and
-            the time between tokens of other sequences longer.
+        step_tokens: the maximum number of prompt tokens of a step. The last tokens of sequences that decode come in
+            addition. More tokens make prompts faster and the time between tokens of other sequences longer.
         watermark: the share of the pages that admission leaves to the growth of running sequences.
+        chunk_multiple: a chunk of a prompt takes up a multiple of this number of the tokens of a step.
     """
 
     max_rows: int
     max_len: int
     step_tokens: int
     watermark: float = 0.01
+    chunk_multiple: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("max_rows", 1), ("max_len", 2), ("step_tokens", self.max_rows)):
+        for name, least in (("max_rows", 1), ("max_len", 2), ("step_tokens", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"limits.{name} must be at least {least}, not {getattr(self, name)}. Raise {name}")
         if not 0 <= self.watermark < 1:
@@ -56,32 +61,38 @@ class Scheduler:
     Therefore slots and pages are free for another sequence as soon as the host releases them: a step that still uses
     them runs before any step of the next owner.
 
-    Running sequences come first: those that decode, then those whose prompt is partly computed. The rest of the step
-    admits waiting sequences. Both go by priority and then by arrival, and a sequence is admitted only if its whole
-    prompt fits. If the pool has no page for a running sequence, the last one in this order loses its pages and waits to
-    be computed again. A waiting sequence takes the place of running ones only if its priority is higher.
+    Running sequences come first: those that decode, then their drafts, then those whose prompt is partly computed. The
+    rest of the step admits waiting sequences. All go by priority and then by arrival, and a sequence is admitted only
+    if its whole prompt fits. If the pool has no page for a running sequence, the last one in this order loses its pages
+    and waits. It is computed again, or its state is copied to the host and back if that has room. A waiting sequence
+    takes the place of running ones only if its priority is higher.
 
     Args:
         limits: the size of the decoding state and of a step.
         pool: the pages of the cache; None: each slot has room for `max_len` tokens.
+        host: the size of host memory for decoding state.
+
+    Attributes:
+        num_preempted: how often a sequence lost its row.
+        host: decoding state outside of the device.
     """
 
-    def __init__(self, limits: SchedulerLimits, pool: PagePool | None = None):
+    def __init__(self, limits: SchedulerLimits, pool: PagePool | None = None, host: HostLimits | None = None):
         self.limits = limits
         self.max_len = limits.max_len if pool is None else min(limits.max_len, pool.num_pages * pool.page_size)
         self.num_preempted = 0
-        if pool is None:  # a slot is a page that holds a whole row
-            self._rows = Rows(limits.max_rows, PagePool(limits.max_rows, limits.max_len, shares_prefixes=False), 0)
-        else:
-            self._rows = Rows(limits.max_rows, pool, limits.watermark)
+        # Without pages, a slot is a page that holds a whole row.
+        pages = PagePool(limits.max_rows, limits.max_len, shares_prefixes=False) if pool is None else pool
+        self.host = HostPool(host or HostLimits(), pages, is_paged=pool is not None)
+        self._rows = Rows(limits.max_rows, pages, 0 if pool is None else limits.watermark, self.host)
         self._alive: dict[int, Sequence] = {}
         self._waiting: list[Sequence] = []  # sorted by rank
         self._num_arrived = self._num_planned = self._num_recorded = 0
 
     @property
     def is_idle(self) -> bool:
-        """Whether every sequence has ended. Steps may still be in flight."""
-        return not self._alive
+        """Whether every sequence has ended and nothing is left to plan. Steps may still be in flight."""
+        return not self._alive and not self.host.has_transfers
 
     @property
     def num_running(self) -> int:
@@ -90,6 +101,11 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def adapters(self) -> set[LoadedAdapter]:
+        """The adapters of all sequences that have not ended."""
+        return {sequence.adapter for sequence in self._alive.values() if sequence.adapter is not None}
 
     def check(self, request: Request) -> None:
         """Checks that a request fits, even alone. May be called from any thread.
@@ -112,6 +128,11 @@ class Scheduler:
                     f"sampling.{name}={value} and a prompt of {num_prompt} tokens exceed {limit}. Use at most {room}"
                 )
 
+    def max_len_of(self, request: Request) -> int:
+        """The number of tokens at which a sequence of the request ends."""
+        max_tokens = request.options.max_tokens
+        return self.max_len if max_tokens is None else len(request.ids) + max_tokens
+
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence.
 
@@ -120,8 +141,7 @@ class Scheduler:
         """
         self.check(sequence.request)
         assert sequence.id not in self._alive, f"two sequences have the id {sequence.id}"
-        num_prompt, max_tokens = len(sequence.request.ids), sequence.request.options.max_tokens
-        sequence.max_len = self.max_len if max_tokens is None else num_prompt + max_tokens
+        sequence.max_len = self.max_len_of(sequence.request)
         sequence.arrival = self._num_arrived
         self._num_arrived += 1
         self._alive[sequence.id] = sequence
@@ -147,64 +167,105 @@ class Scheduler:
     def flush(self) -> None:
         """The weights changed: forgets cached pages, and computes the tokens of running sequences again."""
         self._rows.pool.flush()
+        self.host.flush()
+        for sequence in self._waiting:
+            if sequence.saved is not None:
+                self.host.drop(sequence)
+                sequence.num_computed = 0
         for sequence in self._rows:
-            self._preempt(sequence)
+            self._preempt(sequence, offload=False)
 
-    def plan(self) -> Plan | None:
-        """The next step; None: nothing can run before results are recorded or a sequence is added."""
+    @property
+    def decoding(self) -> list[Sequence]:
+        """The running sequences whose output is sampled, and whose next step computes their last token, which is known.
+        They may have drafts."""
+        running = [each for each in self._rows if each.is_decoding and not each.num_pending]
+        return [each for each in running if each.request.pooling is None]
+
+    def plan(self, drafts: Mapping[int, tuple[int, ...]] = MappingProxyType({})) -> Plan | None:
+        """The next step; None: nothing can run before results are recorded or a sequence is added.
+
+        Args:
+            drafts: tokens that may follow the last token of sequences in `decoding`, by id. The step verifies as many
+                as it has room for.
+        """
         self._settle()
         num_preempted = self.num_preempted
         self._grow()
-        step = _Step(self.limits.step_tokens)
-        for sequence in sorted(self._rows, key=lambda each: (not each.is_decoding, each.rank())):
+        step = _Step(self.limits.step_tokens, self.limits.chunk_multiple)
+        running = sorted((each for each in self._rows if not each.is_verified), key=Sequence.rank)
+        decoding = [each for each in running if each.is_decoding]
+        for sequence in decoding:
             step.take(sequence)
+        for sequence in decoding:
+            self._verify(sequence, drafts.get(sequence.id, ()), step)
+        for sequence in running:
+            if sequence not in step.counts:
+                step.take(sequence)
         self._admit(step, num_preempted)
-        if not step.counts:
+        transfers = self.host.take()
+        if not step.counts and not transfers:
             return None
-        chunks = [_chunk(sequence, count) for sequence, count in step.counts.items()]
+        chunks = [_chunk(sequence, count, step.drafts.get(sequence, ())) for sequence, count in step.counts.items()]
         prefill = tuple(chunk for chunk in chunks if not chunk.is_decode)
         decode = tuple(chunk for chunk in chunks if chunk.is_decode)
         self._num_planned += 1
-        return Plan(prefill, decode, self._num_planned - 1)
+        return Plan(prefill, decode, self._num_planned - 1, transfers)
 
-    def record(self, plan: Plan, tokens: Mapping[int, int | None]) -> list[Sequence]:
+    def record(self, plan: Plan, tokens: Mapping[int, tuple[int, ...]]) -> dict[Sequence, int]:
         """Takes the results of a step. Plans are recorded in their order, including those that sample nothing.
 
         Args:
             plan: the plan of the step.
-            tokens: the sampled token of each sequence whose chunk is the last, by id. Sequences that have ended may be
-                missing or None.
+            tokens: the sampled tokens of each sequence whose chunk is the last, by id: the accepted drafts and the
+                token after them. Those of sequences that have ended are ignored.
 
         Returns:
-            The sequences that have a new token.
+            The sequences that have new tokens, and their number, without those after the end of a sequence.
         """
         assert plan.number == self._num_recorded, f"plan {plan.number} recorded instead of {self._num_recorded}"
         self._num_recorded += 1
-        changed = []
+        changed = {}
         for chunk in plan.chunks:
             sequence = chunk.sequence
             if not chunk.is_last or sequence.finish_reason is not None:
                 continue
-            token = tokens[sequence.id]
-            assert token is not None, f"sequence {sequence.id} has no token"
-            sequence.append(token)
-            changed.append(sequence)
+            sampled = tokens[sequence.id]
+            assert 0 < len(sampled) <= 1 + chunk.num_drafts, f"sequence {sequence.id} has {len(sampled)} new tokens"
+            sequence.num_pending -= 1
+            sequence.is_verified = False
+            changed[sequence] = sequence.extend(sampled)
+            if sequence.slot is not None:  # otherwise, it was preempted or released
+                sequence.num_computed += changed[sequence] - 1
             if sequence.finish_reason is not None:
                 self._end(sequence)
         return changed
 
     def _settle(self) -> None:
-        """Publishes what the last step computes, and releases what sequences that surely end no longer need."""
+        """Publishes what the last step computes, and releases what sequences no longer need: the pages of rejected
+        drafts, and all of those that surely end."""
         for sequence in self._rows:
             self._rows.publish(sequence)
+            if not sequence.is_verified:
+                self._rows.shrink(sequence)
             if sequence.is_complete:
-                self._rows.release(sequence)
+                self._release(sequence)
 
     def _grow(self) -> None:
         """Gives each running sequence the pages for its next token, if necessary those of the last in rank."""
         for sequence in sorted(self._rows, key=Sequence.rank):
             while sequence.slot is not None and not self._rows.grow(sequence):
                 self._preempt(self._rows.last)
+
+    def _verify(self, sequence: Sequence, drafts: tuple[int, ...], step: _Step) -> None:
+        """Adds the drafts of a decoding sequence to a step, as far as pages and its maximum length allow. No
+        other sequence is preempted for them."""
+        if sequence not in step.counts or sequence.num_pending:
+            return
+        count = min(len(drafts), sequence.max_len - sequence.length - 1)
+        while count > 0 and not self._rows.grow(sequence, count):
+            count -= 1
+        step.verify(sequence, drafts[:count])
 
     def _admit(self, step: _Step, num_preempted: int) -> None:
         """Starts waiting sequences in their order, until one does not fit or the step has preempted another."""
@@ -214,8 +275,8 @@ class Scheduler:
             sequence = self._waiting[num_passed]
             if sequence.num_pending or self.num_preempted != num_preempted:
                 return  # a preempted sequence waits until its tokens in flight are known
-            cached, next_key = self._rows.lookup(sequence)
-            if next_key in promised:  # a running sequence computes this page, and a later step can share it
+            cached = self._rows.lookup(sequence)
+            if cached.missing & promised:  # a running sequence computes this page, and a later step can share it
                 num_passed += 1
             elif self._start(sequence, cached, step):
                 del self._waiting[num_passed]
@@ -224,7 +285,7 @@ class Scheduler:
             else:
                 return
 
-    def _start(self, sequence: Sequence, cached: list[int], step: _Step) -> bool:
+    def _start(self, sequence: Sequence, cached: CachedPrefix, step: _Step) -> bool:
         """Starts a sequence if it fits, if necessary in place of sequences of lower priority."""
         while not self._rows.start(sequence, cached):
             last = self._rows.last
@@ -232,49 +293,81 @@ class Scheduler:
                 return False
             step.drop(last)
             self._preempt(last)
+            cached = self._rows.lookup(sequence)  # its state may have replaced pages in host memory
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Takes slot and pages from a running sequence, which waits to be computed again."""
+    def _preempt(self, sequence: Sequence, *, offload: bool = True) -> None:
+        """Takes slot and pages from a running sequence, which waits to come back or to be computed again."""
+        if sequence.is_complete:
+            self._release(sequence)
+            return
+        is_offloaded = offload and self.host.offload(sequence)
         self._rows.release(sequence)
-        if not sequence.is_complete:
+        if not is_offloaded:
             sequence.num_computed = 0
-            self.num_preempted += 1
-            bisect.insort(self._waiting, sequence, key=Sequence.rank)
+        self.num_preempted += 1
+        bisect.insort(self._waiting, sequence, key=Sequence.rank)
 
     def _end(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended in any state."""
         del self._alive[sequence.id]
         if sequence.slot is not None:
             self._rows.publish(sequence)
-            self._rows.release(sequence)
-        elif not sequence.is_complete:  # otherwise, it was released after its last step
-            del self._waiting[bisect.bisect_left(self._waiting, sequence.rank(), key=Sequence.rank)]
+            if sequence.finish_reason == "cancelled":
+                self._rows.release(sequence)
+            else:
+                self._release(sequence)
+            return
+        self.host.drop(sequence)
+        at = bisect.bisect_left(self._waiting, sequence.rank(), key=Sequence.rank)
+        if self._waiting[at : at + 1] == [sequence]:  # otherwise, it was released after its last step
+            del self._waiting[at]
+
+    def _release(self, sequence: Sequence) -> None:
+        """Takes slot and pages from a sequence that needs no more steps."""
+        if sequence.is_exported:
+            self.host.export(sequence)
+        self._rows.release(sequence)
 
 
 @dataclasses.dataclass
 class _Step:
-    """A step under construction: the number of tokens of each sequence, and how many more the step may have."""
+    """A step under construction: the number of tokens of each sequence, with its drafts, and how many more prompt
+    tokens the step may have. A chunk of a prompt takes up a multiple of `chunk_multiple` of them."""
 
     num_left: int
+    chunk_multiple: int
     counts: dict[Sequence, int] = dataclasses.field(default_factory=dict)
+    drafts: dict[Sequence, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    _taken: dict[Sequence, int] = dataclasses.field(default_factory=dict)
 
     def take(self, sequence: Sequence) -> None:
-        """Adds as many tokens of a sequence as there is room for."""
-        if count := min(sequence.length - sequence.num_computed, self.num_left):
+        """Adds the last token of a sequence that decodes, or as many tokens of a prompt as there is room for."""
+        count = sequence.length - sequence.num_computed
+        if not sequence.is_decoding:
+            count = min(count, self.num_left)
+            self._taken[sequence] = min(self.num_left, -(-count // self.chunk_multiple) * self.chunk_multiple)
+            self.num_left -= self._taken[sequence]
+        if count:
             self.counts[sequence] = count
-            self.num_left -= count
+
+    def verify(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:
+        """Adds drafts after the last token of a sequence."""
+        self.drafts[sequence] = drafts
+        self.counts[sequence] += len(drafts)
 
     def drop(self, sequence: Sequence) -> None:
         """Removes a sequence, if it is part of the step."""
-        self.num_left += self.counts.pop(sequence, 0)
+        self.counts.pop(sequence, None)
+        self.num_left += self._taken.pop(sequence, 0)
 
 
-def _chunk(sequence: Sequence, count: int) -> Chunk:
-    """The next tokens of a sequence, which count as computed from now on."""
+def _chunk(sequence: Sequence, count: int, drafts: tuple[int, ...]) -> Chunk:
+    """The next tokens of a sequence, which count as computed from now on, and drafts, which do not."""
     start = sequence.num_computed
-    sequence.num_computed += count
+    sequence.num_computed += count - len(drafts)
     is_last = sequence.num_computed == sequence.length
-    ids = tuple(sequence.tokens[start : sequence.num_computed])
+    ids = (*sequence.tokens[start : sequence.num_computed], *drafts)
     sequence.num_pending += is_last
-    return Chunk(sequence, start, count, is_last, ids)
+    sequence.is_verified = bool(drafts)
+    return Chunk(sequence, start, count, is_last, ids, len(drafts))

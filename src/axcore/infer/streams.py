@@ -68,11 +68,17 @@ def joined(pieces: Iterable[Piece]) -> Piece:
         logprobs=tuple(each for some in logprobs for each in some) if logprobs else None,
         finish_reason=pieces[-1].finish_reason,
         prompt_logprobs=pieces[0].prompt_logprobs,
+        embedding=pieces[-1].embedding,
     )
 
 
-async def pieces_of(submit: Submit) -> AsyncIterator[Piece]:
-    """`Stream` for asyncio. A consumer that stops early cancels the sample."""
+async def pieces_of(submit: Submit, check: Callable[[], None]) -> AsyncIterator[Piece]:
+    """`Stream` for asyncio. A consumer that stops early cancels the sample.
+
+    Args:
+        submit: submits the request.
+        check: called before in another thread, since it may compile a grammar, which `submit` then finds.
+    """
     loop = asyncio.get_running_loop()
     pieces: asyncio.Queue[Piece | AxcoreError] = asyncio.Queue()
 
@@ -80,6 +86,7 @@ async def pieces_of(submit: Submit) -> AsyncIterator[Piece]:
         with contextlib.suppress(RuntimeError):  # the loop was closed, so nobody waits
             loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
+    await asyncio.to_thread(check)
     cancel = submit(deliver)
     try:
         while True:

@@ -22,6 +22,11 @@ class Decodes(Protocol):
         token before it that has bytes."""
 
 
+def token_bytes(tokenizer: Decodes, id: int) -> bytes:
+    """The bytes of a token that is not the first of a text, since the first one may lack its space."""
+    return _decoded(tokenizer, [id, id])[len(_decoded(tokenizer, [id])) :]
+
+
 class TextStream:
     """Converts the tokens of one sample to text, token by token.
 

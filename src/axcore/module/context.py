@@ -241,16 +241,19 @@ def root(
     collect: bool = True,
     captured: tuple[str, ...] = (),
     names: tuple[str, ...] = (),
+    shared: Mapping[str, PyTree] | None = None,
 ) -> Iterator[Frame]:
     """A new stack for one call. The previous stack is restored afterwards.
 
     Args:
         training: The mode of the call; see `Frame.mode`.
+        shared: Values that the caller shares with all layers.
     """
     token = _stack.set(())
     try:
         collections = Collections() if collect else None
         with pushed(Frame(module, names, None, key, training, collections, captured)) as frame:
+            frame.shared.update(shared or {})
             yield frame
     finally:
         _stack.reset(token)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ def invoke(
     training: bool = False,
     method: str | Callable[..., PyTree] = "__call__",
     capture: Sequence[str] = (),
+    shared: Mapping[str, PyTree] | None = None,
     **kwargs: object,
 ) -> tuple[PyTree, Collections]:
     """Calls `module.method(*args, **kwargs)`, or the function `method(module, *args, **kwargs)`, in a new context.
@@ -39,11 +40,12 @@ def invoke(
         training: The value of `self.training` in the layers.
         capture: Path patterns of values to collect, as in `**.attention.logits`; see `Layer.add_output`. The path of
             a layer captures its result.
+        shared: Values for all layers, as if an earlier layer had shared them; see `Layer.shared`.
 
     Returns:
         The result, and the reports of the layers.
     """
-    with root(module, key=key, training=training, captured=tuple(capture)) as frame:
+    with root(module, key=key, training=training, captured=tuple(capture), shared=shared) as frame:
         call = getattr(module, method) if isinstance(method, str) else functools.partial(method, module)
         output = call(*args, **kwargs)
     assert frame.collections is not None
@@ -89,11 +91,14 @@ class Functional:
         training: bool = False,
         method: str | Callable[..., PyTree] = "__call__",
         capture: Sequence[str] = (),
+        shared: Mapping[str, PyTree] | None = None,
         **kwargs: object,
     ) -> tuple[tuple[PyTree, Collections], Tree]:
         """Calls the module as `invoke` does. Returns ((output, collections), new state)."""
         module = self.bind(params, state)
-        result = invoke(module, *args, key=key, training=training, method=method, capture=capture, **kwargs)
+        result = invoke(
+            module, *args, key=key, training=training, method=method, capture=capture, shared=shared, **kwargs
+        )
         check_no_tracers(module)
         return result, nnx.to_pure_dict(split(module)[2])
 

@@ -32,6 +32,7 @@ from axcore.nn.kv.contiguous import ContiguousCache
 from axcore.nn.kv.paging import Paging
 from axcore.nn.kv.views import Contiguous, InCache, KVView, Latent, Paged
 from axcore.nn.layer_stack import Place, Stack
+from axcore.nn.layouts import by_columns
 from axcore.nn.linear import Linear
 from axcore.nn.matmul import Matmul, Plain, Transposed
 from axcore.nn.multi_token import MultiTokenPrediction
@@ -47,7 +48,7 @@ from axcore.nn.stacks import (
     use_unroll,
 )
 from axcore.nn.third_party import Call, Stock, call, stock
-from axcore.nn.tokens import CachedRows, Phase, TokenInfo
+from axcore.nn.tokens import ADAPTERS, CachedBlocks, CachedRows, Phase, TokenInfo, take_tokens
 from axcore.nn.transformer import (
     ParallelLayer,
     PostNormLayer,
@@ -62,6 +63,7 @@ from axcore.nn.weighted import Weighted
 from axcore.numerics import Numerics, Product
 
 __all__ = [
+    "ADAPTERS",
     "LSE",
     "MASKED_LOGIT",
     "AllToAll",
@@ -74,6 +76,7 @@ __all__ = [
     "Batched",
     "Bias",
     "Blocks",
+    "CachedBlocks",
     "CachedRows",
     "Call",
     "Causal",
@@ -149,6 +152,7 @@ __all__ = [
     "Zeros",
     "attend",
     "attend_in_parts",
+    "by_columns",
     "by_layer",
     "call",
     "combined",
@@ -169,6 +173,7 @@ __all__ = [
     "squared_relu",
     "stacked",
     "stock",
+    "take_tokens",
     "tuned_settings",
     "unstack_arrays",
     "unstacked",

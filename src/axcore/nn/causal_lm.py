@@ -17,7 +17,7 @@ from axcore.nn.kv.cache import KVCache
 from axcore.nn.linear import Linear
 from axcore.nn.multi_token import MultiTokenPrediction, shifted
 from axcore.nn.norm import RMSNorm
-from axcore.nn.tokens import CachedRows, TokenInfo
+from axcore.nn.tokens import CachedBlocks, CachedRows, TokenInfo, take_tokens
 from axcore.nn.transformer import Repeat
 from axcore.parallel import constrain
 
@@ -103,7 +103,7 @@ class CausalLM(Layer):
         segment_ids: Int[Array, "batch seq"] | None = None,
         index: Int[Array, "batch_or_1 seq"] | None = None,
         valid: Bool[Array, "batch_or_1 seq"] | None = None,
-        cached: CachedRows | None = None,
+        cached: CachedRows | CachedBlocks | None = None,
         logits_at: Int[Array, "batch logits"] | None = None,
     ) -> Float[Array, "batch seq_or_logits vocab"]:
         """The float32 logits of the next token, without the padding of the vocabulary.
@@ -113,13 +113,13 @@ class CausalLM(Layer):
             positions, segment_ids: position and document of each token, for packed rows (see `TokenInfo`).
             index: positions in the rows; None: 0, 1, ...
             valid: false at padding, which no token attends to.
-            cached: the cached rows that the ids continue; None unless decoding.
+            cached: the cached rows that the ids continue, in several blocks if the ids are flat; None unless decoding.
             logits_at: indices into `seq` of the tokens whose logits are computed; None: all.
         """
         tokens = TokenInfo.of(ids, positions, segment_ids, index, valid, cached)
         hidden = self.decoder(self._embed(ids, tokens), tokens)
         if logits_at is not None:
-            hidden = jnp.take_along_axis(hidden, logits_at[:, :, None], axis=1)
+            hidden = take_tokens(self, hidden, logits_at)
         return self.logits(self.norm(hidden))[..., : self.config.vocab_size]
 
     @method

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,10 @@ def _outer(x: jax.Array, y: jax.Array, accumulate: DTypeLike | None) -> jax.Arra
 
 class Matmul(Config):
     """Base of the implementations of `x @ weight` with a single matrix. The base itself is XLA's product."""
+
+    reads_columns: ClassVar[bool] = False
+    """Whether the matrix is read fastest if each column is contiguous in memory. `axcore.infer.Decoder` then stores it
+    in this order."""
 
     def __call__(
         self,

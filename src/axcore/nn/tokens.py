@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from axcore.module import DecodingState
+from axcore.module import ContextError, DecodingState, Layer
+
+ADAPTERS = "adapters"
+"""The name under which the caller of a model shares the adapter of each token: int32 [batch, seq], the slot of the
+adapter, or -1 for none. See `Layer.shared`."""
 
 Phase = Literal["train", "prefill", "decode"]
 """`train` is any call without a KV cache, evaluation included. `prefill` processes prompts, `decode` a few tokens."""
@@ -49,6 +54,24 @@ class CachedRows:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class CachedBlocks:
+    """The rows of a call that computes rows of several widths together, such as one token of each row that decodes and
+    parts of some prompts.
+
+    The tokens of the call are flat, [1, seq]: those of the first block, row by row, then those of the next. A layer
+    that treats each token by itself reads its weights once for all of them. A layer with decoding state computes each
+    block by itself: see `TokenInfo.blocks`, `split` and `join`.
+
+    Attributes:
+        blocks: the tokens of each block [rows, width], with the `CachedRows` that they continue. No slot has new tokens
+            in two blocks.
+    """
+
+    blocks: tuple[TokenInfo, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class TokenInfo:
     """The position, document and validity of each token, as attention uses them.
 
@@ -59,7 +82,8 @@ class TokenInfo:
         segment_ids: int32, the document of each token of a packed row; None if each row is one document. Batches number
             documents from 1, and padding is 0.
         valid: false at padding; None if there is no padding.
-        cached: the cached rows that these tokens continue; None unless decoding.
+        cached: the cached rows that these tokens continue, in several blocks if the tokens are flat; None unless
+            decoding.
         valid_first: whether the valid tokens of each row come first, in ascending order of `index`, as in most KV
             caches.
     """
@@ -68,7 +92,7 @@ class TokenInfo:
     positions: Int[Array, "batch_or_1 seq *coordinates"]
     segment_ids: Int[Array, "batch seq"] | None = None
     valid: Bool[Array, "batch_or_1 seq"] | None = None
-    cached: CachedRows | None = None
+    cached: CachedRows | CachedBlocks | None = None
     valid_first: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
@@ -79,7 +103,7 @@ class TokenInfo:
         segment_ids: Int[Array, "batch seq"] | None = None,
         index: Int[Array, "batch_or_1 seq"] | None = None,
         valid: Bool[Array, "batch_or_1 seq"] | None = None,
-        cached: CachedRows | None = None,
+        cached: CachedRows | CachedBlocks | None = None,
     ) -> TokenInfo:
         """The tokens of `ids`. `index` defaults to 0, 1, ..., and `positions` to `index`."""
         if index is None:
@@ -94,6 +118,41 @@ class TokenInfo:
             return self.valid if packed is None else packed
         return packed & self.valid
 
+    @property
+    def rows(self) -> CachedRows:
+        """The cached rows that the tokens of a block continue.
+
+        Raises:
+            ContextError: the model was called without a `Decoder`, or the tokens are those of several blocks.
+        """
+        if isinstance(self.cached, CachedRows):
+            return self.cached
+        if self.cached is None:
+            raise ContextError("a layer with decoding state must be called through axcore.infer.Decoder")
+        raise ContextError("a layer with decoding state must compute each block by itself: see TokenInfo.blocks")
+
+    @property
+    def blocks(self) -> tuple[TokenInfo, ...]:
+        """The tokens of each block of rows; only these tokens, unless they are those of several blocks."""
+        return self.cached.blocks if isinstance(self.cached, CachedBlocks) else (self,)
+
+    def split(self, x: Shaped[Array, "batch seq ..."]) -> tuple[Shaped[Array, "rows width ..."], ...]:
+        """An array with an entry for each token, in the shape of each of `blocks`."""
+        if not isinstance(self.cached, CachedBlocks):
+            return (x,)
+        parts, start = [], 0
+        for block in self.blocks:
+            stop = start + block.index.size
+            parts.append(x[0, start:stop].reshape(*block.index.shape, *x.shape[2:]))
+            start = stop
+        return tuple(parts)
+
+    def join(self, parts: Sequence[Shaped[Array, "rows width ..."]]) -> Shaped[Array, "batch seq ..."]:
+        """The inverse of `split`."""
+        if not isinstance(self.cached, CachedBlocks):
+            return parts[0]
+        return jnp.concatenate([x.reshape(1, -1, *x.shape[2:]) for x in parts], axis=1)
+
     def part(self, start: Int[Array, ""] | int, size: int) -> TokenInfo:
         """`size` tokens from `start` on, without `cached`."""
 
@@ -101,3 +160,19 @@ class TokenInfo:
             return jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
 
         return jax.tree.map(cut, dataclasses.replace(self, cached=None))
+
+
+def take_tokens(
+    layer: Layer, x: Float[Array, "batch seq features"], at: Int[Array, "batch chosen"]
+) -> Float[Array, "batch chosen features"]:
+    """The features of some tokens. Layers that are called later with them also find the adapters of these tokens.
+
+    Args:
+        layer: the layer whose call this is.
+        x: features of all tokens.
+        at: indices into `seq`.
+    """
+    adapters = layer.frame.shared.get(ADAPTERS)
+    if adapters is not None:
+        layer.share(ADAPTERS, jnp.take_along_axis(adapters, at, axis=1))
+    return jnp.take_along_axis(x, at[:, :, None], axis=1)

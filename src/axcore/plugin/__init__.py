@@ -6,13 +6,16 @@ from axcore.plugin.features import offered, use, use_text
 from axcore.plugin.hooks import API_VERSION, hookimpl
 from axcore.plugin.host import Host
 from axcore.plugin.offers import (
+    AdaptersOffer,
     AttentionKernelOffer,
     CallbackOffer,
     Check,
     Command,
     ContextParallelismOffer,
+    DrafterOffer,
     EvaluatorOffer,
     Feature,
+    GrammarCompilerOffer,
     GroupedMatmulOffer,
     KVCacheOffer,
     MeshRule,
@@ -31,13 +34,16 @@ from axcore.plugin.targets import mesh_rule, mesh_rules, recipe_of, target
 __all__ = [
     "API_VERSION",
     "Accelerator",
+    "AdaptersOffer",
     "AttentionKernelOffer",
     "CallbackOffer",
     "Check",
     "Command",
     "ContextParallelismOffer",
+    "DrafterOffer",
     "EvaluatorOffer",
     "Feature",
+    "GrammarCompilerOffer",
     "GroupedMatmulOffer",
     "Host",
     "KVCacheOffer",

@@ -52,6 +52,26 @@ class KVCacheOffer(Offer):
     hook, kind, slot = "axcore_kv_caches", "kv cache", "cache"
 
 
+class DrafterOffer(Offer):
+    """A subclass of `axcore.infer.speculation.Drafter`, for the field `speculation` of engines."""
+
+    hook, kind, slot = "axcore_drafters", "drafter", "speculation"
+    usage = "axcore generate --speculation {name}"
+
+
+class AdaptersOffer(Offer):
+    """A subclass of `axcore.infer.Adapters`, for the field `adapters` of an engine."""
+
+    hook, kind = "axcore_adapters", "adapters"
+    usage = "axcore serve --adapters {name}"
+
+
+class GrammarCompilerOffer(Offer):
+    """A subclass of `axcore.infer.GrammarCompiler`, for the slot `grammars` of an engine."""
+
+    hook, kind, slot = "axcore_grammar_compilers", "grammar compiler", "grammars"
+
+
 class NumericsOffer(Offer):
     """A subclass of `axcore.numerics.Numerics`, for the slot `numerics` of layers with a weight."""
 

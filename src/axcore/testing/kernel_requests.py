@@ -23,7 +23,7 @@ from axcore.nn import (
     refusal,
     use_kernels,
 )
-from axcore.nn.attention.choice import recording
+from axcore.nn.choosing import recording
 from axcore.testing.models import tiny_model
 
 Changes = Mapping[str, Any]
@@ -108,7 +108,7 @@ class RequestSuite:
         self._requires_a_cpu()
         with recording() as found:
             _trace(use_kernels(self._model(), (self.name, "reference")))
-        assert isinstance(found[0].kernel, ReferenceKernel)
+        assert isinstance(found[0].chosen, ReferenceKernel)
         ((refused, reason),) = found[0].refused
         assert type(refused) is self.kernel.target
         assert self.elsewhere in reason

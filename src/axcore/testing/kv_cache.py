@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from axcore.testing.models import VOCAB_SIZE, by_path, tiny_model
 from axcore.testing.offer import OfferSuite, offered_config
 
 LENGTH = 7
-CompiledDecoder = tuple[Callable[[Tree, Tree, Step], tuple[jax.Array, Tree]], Tree, Tree]
+CompiledDecoder = tuple[Callable[[Tree, Tree, Any], tuple[Any, Tree]], Tree, Tree]  # Any: see Decoder.__call__
 """(compiled call of a decoder, parameters, initial state)."""
 
 
@@ -121,6 +121,36 @@ class KVCacheSuite(OfferSuite):
         both = jnp.stack([ids[1, 5:7], ids[0, 3:5]])
         logits, _ = step(params, state, Step(both, jnp.asarray([5, 3]), slots=jnp.asarray([1, 0])))
         self._check(logits, np.stack([expected[1, 5:7], expected[0, 3:5]]), start=[[5], [3]])
+
+    def test_one_call_may_compute_several_steps(self) -> None:
+        """One slot decodes while the other starts. Padding is at the end of a row, and in a row of its own."""
+        ids, expected, longer = tokens(), self._recomputed(), jax.random.randint(jax.random.key(5), (1, 5), 0, 9)
+        for first, second in ((0, 1), (1, 0)):
+            step, params, state = self._decoder()
+            begun = Step(ids[second : second + 1, :4], jnp.zeros(1, jnp.int32), slots=jnp.asarray([second]))
+            _, state = step(params, state, begun)
+            every = jnp.stack([longer[0, :1], longer[0, :1]]).at[second].set(ids[second, 4:5])
+            counts = jnp.zeros(2, jnp.int32).at[second].set(1)
+            decode = Step(every, state["lengths"], lengths=counts)
+            prompt = jnp.concatenate([longer[:, :5], jnp.pad(ids[first : first + 1, :3], ((0, 0), (0, 2)))])
+            prefill = Step(prompt, jnp.zeros(2, jnp.int32), lengths=jnp.asarray([0, 3]), slots=jnp.asarray([2, first]))
+            (decoded, filled), state = step(params, state, (decode, prefill))
+            self._check(decoded[second][None], expected[second, 4:5][None], f"slot {second} decodes", start=4)
+            self._check(filled[1:, :3], expected[first, :3][None], f"slot {first} starts")
+            assert np.isnan(np.asarray(filled[1, 3:])).all(), "logits of padding must be NaN"
+            after = [
+                Step(ids[second : second + 1, 5:6], jnp.asarray([5]), slots=jnp.asarray([second])),
+                Step(
+                    ids[first : first + 1, 3:6],
+                    jnp.asarray([3]),
+                    slots=jnp.asarray([first]),
+                    logits_at=jnp.asarray([[2, 0]]),
+                ),
+            ]
+            (decoded, filled), _ = step(params, state, after)
+            self._check(decoded, expected[second, 5:6][None], f"slot {second} goes on", start=5)
+            self._check(filled[:, :1], expected[first, 5:6][None], f"slot {first} goes on", start=5)
+            self._check(filled[:, 1:], expected[first, 3:4][None], f"slot {first} goes on", start=3)
 
     def test_tokens_can_be_rolled_back(self) -> None:
         """A row continues from the position before rejected draft tokens."""

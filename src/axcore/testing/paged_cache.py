@@ -12,7 +12,7 @@ import numpy as np
 from axcore.infer import Decoder, Step
 from axcore.module import Tree
 from axcore.nn import Paging
-from axcore.testing.kv_cache import KVCacheSuite, logical_axes, tokens
+from axcore.testing.kv_cache import LENGTH, KVCacheSuite, logical_axes, tokens
 from axcore.testing.models import VOCAB_SIZE
 
 MARK = 113
@@ -105,6 +105,27 @@ class PagedCacheSuite(KVCacheSuite):
         logits, _ = step(params, state, both)
         wanted = np.stack([expected[0, size + 1 : size + 3], expected[1, size + 2 : size + 4]])
         self._check(logits, wanted, start=[[size + 1], [size + 2]])
+
+    def test_parts_of_a_prompt_may_be_rows_of_one_step(self) -> None:
+        """Two parts of row 0, in any order, beside a part of row 1."""
+        ids, expected, tables = tokens(), self._recomputed(), self._tables(7)
+        for order in ((0, 1), (1, 0)):
+            step, params, state = self._decoder()
+            state = self._spoiled(state)
+            width = 4
+            parts = [(0, 0, 3), (0, 3, 4)]
+            rows = [parts[each] for each in order] + [(1, 0, 2)]
+            block = Step(
+                jnp.stack([jnp.pad(ids[row, at : at + count], (0, width - count)) for row, at, count in rows]),
+                jnp.asarray([at for _, at, _ in rows]),
+                lengths=jnp.asarray([count for *_, count in rows]),
+                slots=jnp.asarray([row for row, *_ in rows]),
+                pages=jnp.stack([tables[row] for row, *_ in rows]),
+            )
+            logits, state = step(params, state, block)
+            for found, (row, at, count) in zip(logits, rows, strict=True):
+                self._check(found[None, :count], expected[row : row + 1, at : at + count], f"part {at}", start=at)
+            assert state["lengths"].tolist() == [LENGTH, 2]
 
     def test_a_page_can_be_used_again(self) -> None:
         """Rows get each other's pages, in another order, after these held much larger keys and values."""

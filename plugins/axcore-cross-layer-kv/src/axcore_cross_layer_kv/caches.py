@@ -4,8 +4,11 @@ and layers that use them. Both fill the cache slot of attention, since the cache
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import axcore as ax
 from axcore.nn import Attention, AttentionInputs, KVCache, KVView, sized
+from axcore.nn.attention.inputs import Heads
 
 
 class ShareKV(KVCache):
@@ -34,22 +37,26 @@ class ShareKV(KVCache):
         widths = {name: getattr(cfg, name) for name in ("input_dim", "num_heads", "num_kv_heads", "head_dim")}
         self.cache = self.child("cache", sized(cfg.cache), rngs, **widths)
 
-    def __call__(self, inputs: AttentionInputs) -> AttentionInputs:
-        """See `KVCache`.
+    @ax.method
+    def answer_blocks(self, blocks: Sequence[AttentionInputs]) -> tuple[AttentionInputs | Heads, ...]:
+        """See `KVCache`. Shares the views of all blocks.
 
         Raises:
             ConfigError: the attention has no keys, or the inner cache returns heads instead of a view.
         """
-        asked = inputs if self.cache is None else self.cache(inputs)
-        if not isinstance(asked, AttentionInputs):
-            raise ax.ConfigError(
-                f"{self.frame.path}: {type(self.cache).__name__} computes attention itself. Sharing keys with "
-                f"other layers requires a cache that returns a view of them."
-            )
-        if asked.kv is None:
-            raise ax.ConfigError(f"{self.frame.path}: the attention has no key and value to share")
-        self.share(_shared_name(self.config.name), asked.kv)
-        return asked
+        answers = tuple(blocks) if self.cache is None else self.cache.answer_blocks(blocks)
+        views = []
+        for each in answers:
+            if not isinstance(each, AttentionInputs):
+                raise ax.ConfigError(
+                    f"{self.frame.path}: {type(self.cache).__name__} computes attention itself. Sharing keys with "
+                    f"other layers requires a cache that returns a view of them."
+                )
+            if each.kv is None:
+                raise ax.ConfigError(f"{self.frame.path}: the attention has no key and value to share")
+            views.append(each.kv)
+        self.share(_shared_name(self.config.name), tuple(views))
+        return answers
 
 
 class BorrowKV(KVCache):
@@ -66,26 +73,27 @@ class BorrowKV(KVCache):
     config: Config
     uses_dtypes = False
 
-    def __call__(self, inputs: AttentionInputs) -> AttentionInputs:
+    @ax.method
+    def answer_blocks(self, blocks: Sequence[AttentionInputs]) -> tuple[AttentionInputs | Heads, ...]:
         """See `KVCache`.
 
         Raises:
             ContextError: no earlier layer shared keys and values under this name.
             ConfigError: the attention computes its own keys, or expects another number or width of heads.
         """
-        if inputs.kv is not None:
+        if any(inputs.kv is not None for inputs in blocks):
             raise ax.ConfigError(
                 f"{self.frame.path}: the attention computes keys and values that would not be used. Set its key and "
                 f"value to None, or remove BorrowKV from its cache slot."
             )
-        view: KVView = self.shared(_shared_name(self.config.name))
-        wanted = (self.config.num_kv_heads, self.config.head_dim)
-        if view.shape[2:] != wanted:
+        views: tuple[KVView, ...] = self.shared(_shared_name(self.config.name))
+        found, wanted = views[0].shape[2:], (self.config.num_kv_heads, self.config.head_dim)
+        if found != wanted:
             raise ax.ConfigError(
-                f"{self.frame.path}: the shared keys have (num_kv_heads, head_dim) = {view.shape[2:]}, but this "
-                f"attention has {wanted}. Layers that share keys must have equal values."
+                f"{self.frame.path}: the shared keys have (num_kv_heads, head_dim) = {found}, but this attention has "
+                f"{wanted}. Layers that share keys must have equal values."
             )
-        return inputs.replace(kv=view)
+        return tuple(inputs.replace(kv=view) for inputs, view in zip(blocks, views, strict=True))
 
 
 def _shared_name(name: str) -> str:

@@ -84,7 +84,8 @@ class DiffAttention(AttentionKernel):
             halves.append(rearrange(heads, "b s (pair map group) d -> map b s (pair group) d", pair=pairs, map=2))
         first, second = jnp.concatenate(halves, axis=-1).astype(jnp.float32)
         share = self._lambda()
-        self.add_summary("lambda", share)
+        if inputs.phase == "train":  # a decoding call may run the kernel for several blocks of rows
+            self.add_summary("lambda", share)
         heads = self.norm(first - share * second) * (1 - self.config.lambda_init)
         return rearrange(heads, "b s head (two d) -> b s (head two) d", two=2).astype(inputs.q.dtype), None
 

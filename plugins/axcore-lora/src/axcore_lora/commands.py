@@ -1,4 +1,4 @@
-"""`axcore merge`."""
+"""`axcore adapter` and `axcore merge`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,27 @@ import argparse
 from collections.abc import Sequence
 
 from axcore.config import AxcoreError
+
+
+def adapter(arguments: Sequence[str]) -> int:
+    """`axcore adapter RUN FOLDER`."""
+    parser = argparse.ArgumentParser(
+        prog="axcore adapter",
+        description="Writes the LoRA and DoRA adapters of a run to a folder, without the weights of the model. Engines "
+        "load such folders while they run.",
+    )
+    parser.add_argument("run", help="a run folder or a model folder with adapters")
+    parser.add_argument("folder", help="the folder to write; it must not exist")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    given = parser.parse_args(arguments)
+
+    from axcore.train.files import new_folder
+    from axcore_lora.adapter import Adapter
+
+    folder = new_folder(given.folder)
+    Adapter.read(given.run, step=given.step).save(folder)
+    print(f"wrote the adapters of {given.run} -> {given.folder}")
+    return 0
 
 
 def merge(arguments: Sequence[str]) -> int:

@@ -51,7 +51,7 @@ def merge(cfg: ax.Config, params: Tree) -> Merged:
         AxcoreError: the parameters do not belong to this config.
     """
     kept: Tree = {}
-    for path, (adapter, form) in _adapters(cfg).items():
+    for path, (adapter, form) in adapters_of(cfg).items():
         linear, weight = _linear(params, path)
         mine = linear.get(SLOT, {})
         check_shapes(mine, {name: leaf.shape for name, leaf in form.items()}, (*path, SLOT))
@@ -77,7 +77,7 @@ def unmerge(cfg: ax.Config, params: Tree, kept: Tree) -> Tree:
         ConfigError: the config has no adapter.
         AxcoreError: `params` or `kept` do not belong to this config.
     """
-    for path, (adapter, form) in _adapters(cfg).items():
+    for path, (adapter, form) in adapters_of(cfg).items():
         linear, weight = _linear(params, path)
         if SLOT in linear:
             raise AxcoreError(
@@ -96,16 +96,14 @@ def unmerge(cfg: ax.Config, params: Tree, kept: Tree) -> Tree:
     return params
 
 
-def _adapters(cfg: ax.Config) -> dict[Path, tuple[LoRA.Config, Tree]]:
+def adapters_of(cfg: ax.Config) -> dict[Path, tuple[LoRA.Config, Tree]]:
     """The adapter's config and the shapes of its parameters, by the path of the linear layer in the parameters.
 
     Builds the model with abstract shapes, since a layer's paths in the config and in the parameters may differ.
     """
     model, where = (get(cfg, "model"), "model") if has_field(cfg, "model") else (cfg, "")
     if not any(_holds_adapter(node) for _, node in walk(model)):
-        raise ax.ConfigError(
-            "the config has no LoRA or DoRA adapter, so there is nothing to merge. Pass a config with use('lora')."
-        )
+        raise ax.ConfigError("the config has no LoRA or DoRA adapter. Pass a config with use('lora').")
     fn, shapes, state = abstract(model, where)
     modules = nnx.iter_modules(fn.bind(shapes, state))
     found = {path[:-1]: (module.config, _at(shapes, path)) for path, module in modules if isinstance(module, LoRA)}

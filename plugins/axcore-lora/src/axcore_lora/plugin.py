@@ -1,6 +1,6 @@
 """What axcore-lora offers. Imports neither jax nor flax."""
 
-from axcore.plugin import Command, Feature, hookimpl
+from axcore.plugin import AdaptersOffer, Command, Feature, hookimpl
 
 
 @hookimpl
@@ -9,5 +9,13 @@ def axcore_features() -> list[Feature]:
 
 
 @hookimpl
+def axcore_adapters() -> list[AdaptersOffer]:
+    return [AdaptersOffer("lora", "axcore_lora.serving:LoRAAdapters", "LoRA adapters, one for each request.")]
+
+
+@hookimpl
 def axcore_commands() -> list[Command]:
-    return [Command("merge", "axcore_lora.commands:merge", "Merge the adapters of a run into its weights.")]
+    return [
+        Command("adapter", "axcore_lora.commands:adapter", "Write the adapters of a run without its other weights."),
+        Command("merge", "axcore_lora.commands:merge", "Merge the adapters of a run into its weights."),
+    ]

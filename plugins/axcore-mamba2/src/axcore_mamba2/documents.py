@@ -7,14 +7,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from axcore.module import ContextError
 from axcore.nn import CachedRows, TokenInfo
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """The documents of the tokens of one call.
+    """The documents of the tokens of one block of rows.
 
     Attributes:
         numbers: int32 [batch, seq], 0 for tokens that continue the document of the previous call, then 1, 2, ... None
@@ -39,16 +38,16 @@ class Documents:
         """
         shape = (batch, tokens.index.shape[1])
         valid = None if tokens.valid is None else jnp.broadcast_to(tokens.valid, shape)
-        segments = tokens.segment_ids
+        segments, cached = tokens.segment_ids, None if tokens.cached is None else tokens.rows
         if segments is None and last_segment is None:
-            return cls(None, valid, tokens.cached)
+            return cls(None, valid, cached)
         begins = jnp.broadcast_to(tokens.index == 0, shape)
         if segments is not None:
             first = segments[:, :1] if last_segment is None else last_segment[:, None]
             begins |= segments != jnp.concatenate([first, segments[:, :-1]], axis=1)
         if valid is not None:
             begins &= valid
-        return cls(jnp.cumsum(begins, axis=1, dtype=jnp.int32), valid, tokens.cached)
+        return cls(jnp.cumsum(begins, axis=1, dtype=jnp.int32), valid, cached)
 
     def only_tokens(self, x: jax.Array) -> jax.Array:
         """x [batch, seq, features], 0 at padding."""
@@ -80,14 +79,3 @@ class Documents:
             return row[:, seq:]
         count = jnp.max(jnp.where(self.valid, jnp.arange(1, seq + 1), 0), axis=1)
         return jax.vmap(lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, length))(row, count)
-
-
-def cached_rows(tokens: TokenInfo | Documents) -> CachedRows:
-    """The cached rows that these tokens continue.
-
-    Raises:
-        ContextError: the model was called without a `Decoder`.
-    """
-    if tokens.cached is None:
-        raise ContextError("a model with decoding state must be called through axcore.infer.Decoder")
-    return tokens.cached

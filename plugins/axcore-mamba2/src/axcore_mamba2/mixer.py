@@ -11,7 +11,7 @@ import axcore as ax
 from axcore.nn import DecodingState, Initializer, KVCache, Linear, Ones, TokenInfo
 from axcore.nn.matmul import rows
 from axcore_mamba2.conv import CausalConv
-from axcore_mamba2.documents import Documents, cached_rows
+from axcore_mamba2.documents import Documents
 from axcore_mamba2.initializers import LogRates, StepBias
 from axcore_mamba2.norm import GatedRMSNorm
 from axcore_mamba2.ssd import ssd
@@ -108,36 +108,44 @@ class Mamba2(ax.Layer):
 
     def __call__(self, x: jax.Array, tokens: TokenInfo) -> jax.Array:
         """[batch, seq, input_dim] -> the same shape."""
+        flat, shape = rows(x), x.shape[:2]
+        z, values, B, C, dt = (
+            project(flat).reshape(*shape, -1)
+            for project in (self.z_proj, self.x_proj, self.B_proj, self.C_proj, self.dt_proj)
+        )
+        parts = zip(*map(tokens.split, (values, B, C, dt)), tokens.blocks, strict=True)
+        heads = tokens.join([self._heads(*part) for part in parts])
+        return self.out_proj(self.norm(checkpoint_name(heads, "heads"), z))
+
+    def _heads(self, x: jax.Array, B: jax.Array, C: jax.Array, dt: jax.Array, tokens: TokenInfo) -> jax.Array:
+        """The heads [rows, width, expand * input_dim] of a block of rows, from its projections; NaN in a row that does
+        not continue its state."""
         cfg, (batch, seq, _) = self.config, x.shape
         documents = self._documents(batch, tokens)
-        flat = rows(x)
 
-        def convolved(project: Linear, conv: CausalConv) -> jax.Array:
-            return jax.nn.silu(conv(project(flat).reshape(batch, seq, -1), documents))
+        def convolved(x: jax.Array, conv: CausalConv, *shape: int) -> jax.Array:
+            return jax.nn.silu(conv(x, documents)).reshape(batch, seq, *shape)
 
-        values = convolved(self.x_proj, self.x_conv).reshape(batch, seq, -1, cfg.head_dim)
-        B = convolved(self.B_proj, self.B_conv).reshape(batch, seq, cfg.num_groups, cfg.state_dim)
-        C = convolved(self.C_proj, self.C_conv).reshape(batch, seq, cfg.num_groups, cfg.state_dim)
-        values, B, C = checkpoint_name(values, "value"), checkpoint_name(B, "key"), checkpoint_name(C, "query")
-
-        dt = self.dt_proj(flat).reshape(batch, seq, -1).astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)
+        values = checkpoint_name(convolved(x, self.x_conv, -1, cfg.head_dim), "value")
+        B = checkpoint_name(convolved(B, self.B_conv, cfg.num_groups, cfg.state_dim), "key")
+        C = checkpoint_name(convolved(C, self.C_conv, cfg.num_groups, cfg.state_dim), "query")
+        dt = dt.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)
         dt = documents.only_tokens(jax.nn.softplus(dt))
         A = -jnp.exp(self.A_log[...].astype(jnp.float32))
-        before = None if self.state is None else cached_rows(tokens).take(self.state)
+        before = None if self.state is None else tokens.rows.take(self.state)
         heads, after = ssd(values, dt, A, B, C, cfg.chunk, before, documents.numbers)
         if self.state is not None:
-            cached_rows(tokens).put(self.state, after)
+            tokens.rows.put(self.state, after)
         heads = (heads + self.D[...].astype(jnp.float32)[:, None] * values).astype(values.dtype)
-        heads = checkpoint_name(heads, "heads").reshape(batch, seq, -1)
-        y = self.out_proj(self.norm(heads, self.z_proj(flat).reshape(batch, seq, -1)))
+        heads = heads.reshape(batch, seq, -1)
         if self.length is None:
-            return y
-        return jnp.where(self._goes_on(self.length, tokens, (batch, seq))[:, None, None], y, jnp.nan)
+            return heads
+        return jnp.where(self._goes_on(self.length, tokens, (batch, seq))[:, None, None], heads, jnp.nan)
 
     @staticmethod
     def _goes_on(kept: DecodingState, tokens: TokenInfo, shape: tuple[int, int]) -> jax.Array:
         """bool [batch], whether the tokens start their row or continue it at its end. The state cannot go back."""
-        rows = cached_rows(tokens)
+        rows = tokens.rows
         index, length = jnp.broadcast_to(tokens.index, shape), rows.take(kept)
         exists = True if tokens.valid is None else tokens.valid
         first = jnp.where(exists, index, jnp.iinfo(jnp.int32).max).min(axis=1)
@@ -148,7 +156,7 @@ class Mamba2(ax.Layer):
     def _documents(self, batch: int, tokens: TokenInfo) -> Documents:
         if self.segment is None:
             return Documents.of(tokens, batch)
-        cached = cached_rows(tokens)
+        cached = tokens.rows
         if cached.slots is None and batch != self.config.batch_size:
             raise ax.ConfigError(
                 f"{self.frame.path}: Mamba2 keeps the state of batch_size={self.config.batch_size} rows but was called "

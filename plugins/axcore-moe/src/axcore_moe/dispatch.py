@@ -11,7 +11,7 @@ import axcore as ax
 from axcore.config import Config
 from axcore.module import current
 from axcore.nn import Blocks, GroupedMatmul
-from axcore.nn.grouped_choice import choose
+from axcore.nn.grouped_choice import choose_grouped
 from axcore.parallel import check_gathers
 from axcore_moe.experts import Experts
 from axcore_moe.routing import Routing, RowAssignment, counts
@@ -79,7 +79,7 @@ def by_expert(
     Raises:
         ConfigError: `matmul` does not support the products.
     """
-    matmul = choose(matmul, experts.requests(), f"{current().path}.dispatch.matmul".removeprefix("."))
+    matmul = choose_grouped(matmul, experts.requests(), f"{current().path}.dispatch.matmul".removeprefix("."))
     rows = expert.size
     align = matmul.align(rows, num_experts)
     sizes = -(-counts(expert, num_experts) // align) * align

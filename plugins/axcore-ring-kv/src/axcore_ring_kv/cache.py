@@ -32,6 +32,10 @@ class RingCache(ArrayCache):
             """Sets the batch size. The size of the ring does not depend on `max_len`."""
             return self.set(batch_size=batch_size)
 
+        @property
+        def max_rollback(self) -> int:
+            return self.spare
+
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):

@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 
 from axcore.config import AxcoreError
 from axcore.infer import Engine, Piece, Request, SamplingOptions
-from axcore_serve.bodies import FIELDS, Body
+from axcore_serve.bodies import FIELDS, Body, SamplingBody
 from axcore_serve.errors import ApiError, of_options
 from axcore_serve.samples import Wanted
+from axcore_serve.structured import Structure
 
 type Json = dict[str, Any]
 
@@ -39,9 +40,42 @@ class Sample(abc.ABC):
 class Answer(abc.ABC):
     """A request that was understood, and the answer to it.
 
-    Attributes:
+    Args:
         wanted: the samples to compute.
         is_stream: whether the answer is a stream.
+    """
+
+    counted: ClassVar[str] = "n"
+    """The parameter that determines the number of samples."""
+
+    def __init__(self, wanted: Sequence[Wanted], *, is_stream: bool):
+        self.wanted, self.is_stream = tuple(wanted), is_stream
+
+    def start(self) -> Iterator[Json]:
+        """The chunks of a stream before the first piece."""
+        yield from ()
+
+    @abc.abstractmethod
+    def add(self, index: int, piece: Piece) -> Iterator[Json]:
+        """The chunks of a stream for a piece of a sample."""
+
+    def finish(self) -> Iterator[Json]:
+        """The chunks of a stream after the last piece."""
+        yield from ()
+
+    @abc.abstractmethod
+    def whole(self) -> Json:
+        """The answer without a stream, after the last piece of each sample."""
+
+
+class SampledAnswer(Answer):
+    """An answer whose choices are samples.
+
+    Args:
+        body: the body of the request.
+        wanted: the samples to compute.
+        samples: the choice of each.
+        num_prompt: the number of tokens of the prompts.
     """
 
     kind: ClassVar[str]
@@ -51,29 +85,25 @@ class Answer(abc.ABC):
     prefix: ClassVar[str]
     """The start of the `id` of an answer."""
 
-    def __init__(self, body: Body, wanted: Sequence[Wanted], samples: Sequence[Sample], num_prompt: int):
-        self.wanted, self.is_stream = tuple(wanted), body.stream
+    def __init__(self, body: SamplingBody, wanted: Sequence[Wanted], samples: Sequence[Sample], num_prompt: int):
+        super().__init__(wanted, is_stream=body.stream)
         self._samples, self._includes_usage = samples, body.includes_usage
         self._num_prompt, self._num_output = num_prompt, 0
         self._facts = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
 
     def start(self) -> Iterator[Json]:
-        """The chunks of a stream before the first piece."""
         for sample in self._samples:
             yield from map(self._chunk, sample.start())
 
     def add(self, index: int, piece: Piece) -> Iterator[Json]:
-        """The chunks of a stream for a piece of a sample."""
         self._num_output += self._counted(piece)
         yield from map(self._chunk, self._samples[index].add(piece))
 
     def finish(self) -> Iterator[Json]:
-        """The chunks of a stream after the last piece."""
         if self._includes_usage:
             yield {**self._facts, "object": self.chunk_kind, "choices": [], "usage": self._usage}
 
     def whole(self) -> Json:
-        """The answer without a stream, after the last piece of each sample."""
         choices = [sample.whole() for sample in self._samples]
         return {**self._facts, "object": self.kind, "choices": choices, "usage": self._usage}
 
@@ -92,25 +122,39 @@ class Answer(abc.ABC):
 
 
 def requests_of(
-    engine: Engine, prompts: Sequence[Sequence[int]], body: Body, names: Mapping[str, str], **fields: Any
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    body: SamplingBody,
+    names: Mapping[str, str],
+    structure: Structure | None,
+    **fields: Any,
 ) -> list[Wanted]:
     """The samples for `n` samples of each prompt, in the order of their indices.
 
     Args:
         names: the parameters of the endpoint for fields of `SamplingOptions` and `Request`.
+        structure: what the output must match; None: anything.
         fields: further fields of `SamplingOptions`.
 
     Raises:
         ApiError: the options or the prompts are not valid for the engine.
     """
+    if structure is not None:
+        fields, names = {**fields, "grammar": structure.grammar}, {**names, "grammar": structure.param}
     try:
         options = SamplingOptions(**body.sampling, **fields)
-        found = [Request(tuple(ids), options, body.priority, body.cache_salt) for ids in prompts]
+        adapter = adapter_of(engine, body)
+        found = [Request(tuple(ids), options, body.priority, body.cache_salt, adapter) for ids in prompts]
         for request in found:
             engine.check(request)
     except AxcoreError as error:
         raise of_options(error, {**FIELDS, **names}) from error
     return [Wanted(request, sample) for request in found for sample in range(body.n)]
+
+
+def adapter_of(engine: Engine, body: Body) -> str | None:
+    """The adapter of a request, whose model is an adapter or the model of the engine."""
+    return body.model if body.model in engine.adapters else None
 
 
 def encoded(engine: Engine, text: str, param: str, *, adds_special: bool = True) -> list[int]:

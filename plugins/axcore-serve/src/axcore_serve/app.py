@@ -19,10 +19,12 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from axcore.infer import Engine
+from axcore.infer.requests import Pooling
 from axcore_serve.answers import Answer, Json
-from axcore_serve.bodies import Body, ChatBody, CompletionBody
+from axcore_serve.bodies import Body, ChatBody, CompletionBody, EmbeddingBody
 from axcore_serve.chat import ChatAnswer
 from axcore_serve.completions import CompletionAnswer
+from axcore_serve.embeddings import EmbeddingAnswer
 from axcore_serve.errors import ApiError
 from axcore_serve.gate import Gate, Keys, Limits
 from axcore_serve.metrics import Metrics, snapshot
@@ -42,11 +44,12 @@ class Service:
 
     Args:
         engine: the engine, which must have a tokenizer.
-        name: the name of the model in the API.
+        name: the name of the model in the API. Adapters of the engine are models with their own names.
         limits: the limits.
         keys: the API keys; empty: every request is accepted.
         template: the chat template; None: chats are refused.
         scores_prompts: whether the log-probabilities of prompts are available.
+        pooling: how the hidden states of a text become its embedding; None: embeddings are refused.
 
     Attributes:
         app: the application, for a server such as uvicorn.
@@ -62,14 +65,15 @@ class Service:
         keys: Collection[str] = (),
         template: ChatTemplate | None = None,
         scores_prompts: bool = False,
+        pooling: Pooling | None = None,
     ):
         assert engine.tokenizer is not None, "a server requires a tokenizer"
         self.gate = Gate(limits)
         self._engine, self._name, self._limits = engine, name, limits
-        self._template, self._scores_prompts = template, scores_prompts
+        self._template, self._scores_prompts, self._pooling = template, scores_prompts, pooling
         self._keys, self._tokens = Keys(keys), TokenText(engine.tokenizer)
         self._metrics = Metrics(engine, self.gate)
-        self._model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "axcore"}
+        self._created = int(time.time())
         self._page = importlib.resources.files("axcore_serve").joinpath("page.html").read_text(encoding="utf-8")
         self.app = Starlette(
             routes=[
@@ -107,15 +111,16 @@ class Service:
     # The API
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model]})
+        return JSONResponse({"object": "list", "data": [self._described(name) for name in self._models_now]})
 
     async def _one_model(self, request: Request) -> Response:
-        self._check_model(request.path_params["name"])
-        return JSONResponse(self._model)
+        self._check_model(name := request.path_params["name"])
+        return JSONResponse(self._described(name))
 
     async def _embeddings(self, request: Request) -> Response:
-        reason = "the engine computes logits, and returns no hidden states"
-        raise ApiError(400, f"embeddings are not available: {reason}", code="unsupported")
+        return await self._answered(
+            request, EmbeddingBody, lambda body: EmbeddingAnswer(self._engine, body, self._pooling)
+        )
 
     async def _completions(self, request: Request) -> Response:
         return await self._answered(
@@ -134,7 +139,7 @@ class Service:
             held.enter_context(self.gate.request())
             content = await self._body(request)
             answer = await run_in_threadpool(self._understood, content, form, answer_of)
-            held.enter_context(self.gate.samples(len(answer.wanted)))
+            held.enter_context(self.gate.samples(len(answer.wanted), answer.counted))
             samples = Samples(self._engine, answer.wanted, self._metrics, self._limits.request_s)
             held.callback(samples.close)
             if answer.is_stream:
@@ -148,11 +153,20 @@ class Service:
         self._check_model(body.model)
         return answer_of(body)
 
+    @property
+    def _models_now(self) -> tuple[str, ...]:
+        """The model and its adapters, which may be loaded and unloaded at any time."""
+        return (self._name, *self._engine.adapters)
+
+    def _described(self, name: str) -> Json:
+        described = {"id": name, "object": "model", "created": self._created, "owned_by": "axcore"}
+        return described if name == self._name else {**described, "parent": self._name}
+
     def _check_model(self, name: str) -> None:
-        if name != self._name:
+        if name not in self._models_now:
             raise ApiError(
                 404,
-                f"the model {name!r} does not exist. Use {self._name!r}",
+                f"the model {name!r} does not exist. Use {' or '.join(map(repr, self._models_now))}",
                 param="model",
                 code="model_not_found",
             )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 import pydantic_core
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from axcore_serve.errors import ApiError, of_body
 
@@ -33,7 +34,24 @@ def _stops(value: object) -> object:
 def _biases(value: object) -> object:
     if not isinstance(value, dict) or not all(str(key).isdecimal() and str(key).isascii() for key in value):
         raise ValueError('must be an object from token ids to numbers, such as {"42": -100}')
-    return {int(key): bias for key, bias in value.items()}
+    found = {int(key): bias for key, bias in value.items()}
+    if len(found) < len(value):
+        raise ValueError("must have one bias for each token id")
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. JSON parsers silently keep one of several values of a name, and may disagree which.
+
+    Raises:
+        ApiError: a name has several values.
+    """
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ApiError(400, f"{name} is given twice. Remove one of the values", param=name)
+        found[name] = value
+    return found
 
 
 def _prompts(value: object) -> object:
@@ -56,15 +74,66 @@ class StreamOptions(Part):
     include_usage: bool = False
 
 
+class StructuredOutputs(Part):
+    """What the output must match, as in vLLM."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """In the syntax of GBNF if it has `::=`, else of Lark."""
+    json_object: Literal[True] | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if sum(value is not None for _, value in self) != 1:
+            raise ValueError("must have one of json, regex, choice, grammar and json_object")
+        return self
+
+
 class Body(Part):
-    """The parameters that completions and chats share."""
+    """The parameters of every endpoint."""
 
     model: str
+    user: str | None = None
+    """Not used."""
+    priority: int = 0
+    cache_salt: str = ""
+
+    @classmethod
+    def parse(cls, content: bytes) -> Self:
+        """Parses the body of a request.
+
+        Raises:
+            ApiError: it is not JSON, a name is given twice, or it does not have the form of the class.
+        """
+        try:
+            given = pydantic_core.from_json(content, allow_inf_nan=False)  # stricter than json about text and numbers
+            json.loads(content, object_pairs_hook=_unique)
+        except ValueError as error:
+            raise ApiError(400, f"the body is not valid JSON in UTF-8: {error}", code="invalid_json") from error
+        if not isinstance(given, dict):
+            raise ApiError(400, "the body must be a JSON object")
+        try:
+            return cls.model_validate({name: value for name, value in given.items() if value is not None})
+        except ValidationError as error:
+            raise of_body(error, cls.model_fields) from error
+
+
+class EmbeddingBody(Body):
+    """The body of `/v1/embeddings`."""
+
+    input: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1)
+
+
+class SamplingBody(Body):
+    """The parameters that completions and chats share."""
+
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(1, ge=1, le=MAX_SAMPLES)
-    user: str | None = None
-    """Not used."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -78,26 +147,12 @@ class Body(Part):
     stop: Annotated[list[str], BeforeValidator(_stops)] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    priority: int = 0
-    cache_salt: str = ""
+    structured_outputs: StructuredOutputs | None = None
 
     @classmethod
     def parse(cls, content: bytes) -> Self:
-        """Parses the body of a request.
-
-        Raises:
-            ApiError: it is not JSON, or does not have the form of the class.
-        """
-        try:
-            given = pydantic_core.from_json(content, allow_inf_nan=False)
-        except ValueError as error:
-            raise ApiError(400, f"the body is not valid JSON in UTF-8: {error}", code="invalid_json") from error
-        if not isinstance(given, dict):
-            raise ApiError(400, "the body must be a JSON object")
-        try:
-            body = cls.model_validate({name: value for name, value in given.items() if value is not None})
-        except ValidationError as error:
-            raise of_body(error, cls.model_fields) from error
+        """See `Body`. A stream option also requires a stream."""
+        body = super().parse(content)
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options requires stream=true", param="stream_options")
         return body
@@ -129,7 +184,7 @@ FIELDS: Mapping[str, str] = {
 """The parameter for each field of `SamplingOptions`."""
 
 
-class CompletionBody(Body):
+class CompletionBody(SamplingBody):
     """The body of `/v1/completions`."""
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
@@ -187,13 +242,48 @@ class Tool(Part):
     function: FunctionOfTool
 
 
+class NamedFunction(Part):
+    """The function that an answer must call."""
+
+    name: str
+
+
+def _tool_choice(value: object) -> object:
+    if isinstance(value, dict) and set(value) == {"type", "function"} and value["type"] == "function":
+        function = value["function"]
+        if isinstance(function, dict) and set(function) == {"name"} and isinstance(function["name"], str):
+            return NamedFunction(name=function["name"])
+    elif value in ("none", "auto", "required"):
+        return value
+    raise ValueError('must be "none", "auto", "required" or {"type": "function", "function": {"name": NAME}}')
+
+
+class JSONSchema(Part):
+    """A JSON schema with its name."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    """Not used."""
+    description: str | None = None
+    """Not used."""
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+    """Answers match the schema in any case."""
+
+
 class ResponseFormat(Part):
     """The format of an answer."""
 
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError('must have json_schema if its type is "json_schema", and only then')
+        return self
 
 
-class ChatBody(Body):
+class ChatBody(SamplingBody):
     """The body of `/v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1)
@@ -202,6 +292,7 @@ class ChatBody(Body):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Tool] = []
-    tool_choice: Literal["none", "auto"] = "auto"
+    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedFunction, BeforeValidator(_tool_choice)] = "auto"
     parallel_tool_calls: Literal[True] = True
+    """An answer that must call a function has one call."""
     response_format: ResponseFormat | None = None

@@ -7,15 +7,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from axcore.infer import Engine, Piece, TokenLogprob
-from axcore_serve.answers import Answer, Json, Sample, encoded, finite, requests_of
-from axcore_serve.bodies import ChatBody, Message
+from axcore_serve.answers import Json, Sample, SampledAnswer, encoded, finite, requests_of
+from axcore_serve.bodies import ChatBody, Message, NamedFunction, Tool
 from axcore_serve.errors import ApiError
-from axcore_serve.templates import ChatTemplate
+from axcore_serve.structured import structure_of
+from axcore_serve.templates import TOOL_CALL, ChatTemplate
 from axcore_serve.token_text import TokenText
-from axcore_serve.tools import Call, ToolText
+from axcore_serve.tools import Call, ForcedCall, ToolText
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(SampledAnswer):
     """The answers of a model in a chat.
 
     Args:
@@ -36,11 +37,18 @@ class ChatAnswer(Answer):
             raise ApiError(400, "the model has no chat template. Use /v1/completions, or serve it with --chat-template")
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs requires logprobs=true", param="top_logprobs")
-        tools = body.tools if body.tool_choice == "auto" else []
+        tools = body.tools if body.tool_choice != "none" else []
+        forced = _forced(body)
         if tools and not (template.takes_tools and template.reads_calls):
             raise ApiError(400, "tools: the chat template of the model has no <tool_call>. Omit tools", param="tools")
         messages = [_message(each, at) for at, each in enumerate(body.messages)]
+        structure = structure_of(body, forced)
+        if structure is not None and tools and not forced:
+            message = f'{structure.param} excludes calls of tools. Omit one of them, or use tool_choice="none"'
+            raise ApiError(400, message, param=structure.param)
         text = template(messages, [each.model_dump(exclude_none=True) for each in tools])
+        if forced:
+            text += f"{TOOL_CALL}\n"
         ids = encoded(engine, text, "messages", adds_special=False)
         limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         wanted = requests_of(
@@ -48,11 +56,12 @@ class ChatAnswer(Answer):
             [ids],
             body,
             {"ids": "messages", "max_tokens": limit, "logprobs": "top_logprobs"},
+            structure,
             max_tokens=getattr(body, limit),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
-        names = [each.function.name for each in tools]
-        samples = [ChatSample(index, tokens, names) for index in range(body.n)]
+        names = [each.function.name for each in forced or tools]
+        samples = [ChatSample(index, tokens, names, is_call=bool(forced)) for index in range(body.n)]
         super().__init__(body, wanted, samples, len(ids))
 
 
@@ -63,11 +72,14 @@ class ChatSample(Sample):
         index: the index of the choice.
         tokens: the text of tokens.
         functions: the functions that the model may call.
+        is_call: whether the whole answer is a call.
     """
 
-    def __init__(self, index: int, tokens: TokenText, functions: Sequence[str]):
+    def __init__(self, index: int, tokens: TokenText, functions: Sequence[str], *, is_call: bool):
         self._index, self._tokens = index, tokens
-        self._tools = ToolText(functions) if functions else None
+        self._tools: ForcedCall | ToolText | None = None
+        if functions:
+            self._tools = ForcedCall(functions) if is_call else ToolText(functions)
         self._text: list[str] = []
         self._calls: list[Call] = []
         self._logprobs: list[Json] | None = None
@@ -137,6 +149,25 @@ class ChatSample(Sample):
     def _token(self, id: int, logprob: float) -> Json:
         raw = self._tokens.raw(id)
         return {"token": self._tokens.name(id), "logprob": finite(logprob), "bytes": list(raw) if raw else None}
+
+
+def _forced(body: ChatBody) -> list[Tool]:
+    """The tools of which the answer must call one; empty if it need not.
+
+    Raises:
+        ApiError: there is none.
+    """
+    choice = body.tool_choice
+    if choice == "required":
+        found = body.tools
+    elif isinstance(choice, NamedFunction):
+        found = [each for each in body.tools if each.function.name == choice.name]
+    else:
+        return []
+    if not found:
+        name = "" if choice == "required" else f" a function {choice.name!r} in"
+        raise ApiError(400, f"tool_choice requires{name} tools", param="tool_choice")
+    return found
 
 
 def _message(message: Message, at: int) -> dict[str, Any]:

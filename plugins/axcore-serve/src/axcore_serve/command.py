@@ -7,22 +7,28 @@ import os
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 from axcore.config import AxcoreError
+from axcore.plugin import AdaptersOffer, GrammarCompilerOffer, offered, registry
+
+if TYPE_CHECKING:
+    from axcore.infer import GrammarCompiler
 
 NUMBERS = {
     "max-len": (int, 2048, "maximum number of tokens of a prompt with its output"),
     "max-rows": (int, 8, "maximum number of samples that run at the same time"),
-    "step-tokens": (int, 512, "maximum number of tokens of a step of the engine"),
     "max-queue": (int, 64, "maximum number of samples that wait for a row; more are refused with status 429"),
     "max-body-mib": (float, 4.0, "maximum size of a body"),
     "timeout": (float, 600.0, "seconds from a request to the end of its answer"),
     "drain-timeout": (float, 60.0, "seconds that running requests have after SIGTERM"),
 }
+STEP_TOKENS, CPU_STEP_TOKENS = 512, 64
+"""The default of --step-tokens. A CPU has no idle arithmetic, so more tokens only delay those of other samples."""
 
 
 def _parser() -> argparse.ArgumentParser:
-    from axcore.cli.model import add_model
+    from axcore.cli.model import add_model, add_speculation
 
     parser = argparse.ArgumentParser(
         prog="axcore serve",
@@ -30,15 +36,46 @@ def _parser() -> argparse.ArgumentParser:
         "`axcore convert` wrote, or a recipe with initial weights.",
     )
     add_model(parser)
+    add_speculation(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0: a free one (default: 8000)")
     parser.add_argument("--name", help="name of the model in the API (default: the last part of MODEL)")
     for name, (kind, default, text) in NUMBERS.items():
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default: {default:g})")
+    parser.add_argument(
+        "--adapter",
+        metavar="NAME=FOLDER",
+        action="append",
+        default=[],
+        help="an adapter that requests choose by the model NAME; may be repeated",
+    )
+    parser.add_argument(
+        "--adapters",
+        metavar="ADAPTERS[:KEY=VALUE,...]",
+        help="room for adapters: one of the adapters that `axcore plugins` lists (default: lora, if there is an "
+        "--adapter)",
+    )
+    parser.add_argument(
+        "--step-tokens",
+        type=int,
+        help=f"maximum number of prompt tokens of a step of the engine (default: {STEP_TOKENS}, on CPUs "
+        f"{CPU_STEP_TOKENS})",
+    )
     parser.add_argument("--api-keys", metavar="FILE", help="file with an API key in each line (default: no key needed)")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (default: the tokenizer's)")
     parser.add_argument(
+        "--grammars",
+        metavar="NAME[:KEY=VALUE,...]",
+        help="compiler of the grammars of structured outputs and forced tool calls: one that `axcore plugins` lists "
+        "(default: the only one that is installed)",
+    )
+    parser.add_argument(
         "--prompt-logprobs", action="store_true", help="offer completions with both echo and logprobs (slower start)"
+    )
+    parser.add_argument(
+        "--embeddings",
+        choices=("last", "mean"),
+        help="offer embeddings: the hidden state of the last token, or the mean over all tokens (slower start)",
     )
     parser.add_argument("--no-warm-up", action="store_true", help="compile when a request needs a program, not before")
     return parser
@@ -47,15 +84,22 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Serves until SIGTERM or Ctrl-C, and returns 0."""
     given = _parser().parse_args(arguments)
-    for name in NUMBERS:
+    for name in (*NUMBERS, "step-tokens"):
         value, least = getattr(given, name.replace("-", "_")), 0 if name == "max-queue" else 1
-        if not value >= least and not (isinstance(value, float) and value > 0):
+        if value is not None and not value >= least and not (isinstance(value, float) and value > 0):
             raise AxcoreError(f"--{name} must be at least {least}, not {value}")
+    adapters = dict(map(_adapter, given.adapter))
+    name = given.name or pathlib.PurePath(given.model).name
+    if len(adapters) < len(given.adapter) or name in adapters:
+        raise AxcoreError(f"--adapter: two models have the same name. Choose names that differ, also from {name!r}")
+    room = given.adapters or ("lora" if adapters else None)
     keys = [] if given.api_keys is None else _keys(given.api_keys)
     text = None if given.chat_template is None else _text(given.chat_template, "--chat-template")
 
-    from axcore.cli.model import chosen_cache, loaded_model
-    from axcore.infer import Engine
+    import jax
+
+    from axcore.cli.model import chosen_cache, chosen_drafter, loaded_model
+    from axcore.infer import Adapters, Engine
     from axcore_serve.app import Service
     from axcore_serve.gate import Limits
     from axcore_serve.server import DrainingServer, listening
@@ -71,19 +115,55 @@ def main(arguments: Sequence[str]) -> int:
             request_s=given.timeout,
             drain_s=given.drain_timeout,
         )
+        step_tokens = given.step_tokens
+        if step_tokens is None:
+            step_tokens = CPU_STEP_TOKENS if jax.default_backend() == "cpu" else STEP_TOKENS
         cfg = Engine.Config(
-            cache=chosen_cache(given), max_rows=given.max_rows, max_len=given.max_len, step_tokens=given.step_tokens
+            cache=chosen_cache(given),
+            grammars=_grammars(given.grammars),
+            max_rows=given.max_rows,
+            max_len=given.max_len,
+            step_tokens=step_tokens,
+            speculation=chosen_drafter(given),
+            adapters=None if room is None else cast(Adapters.Config, offered(AdaptersOffer, room)),
         )
-        name = given.name or pathlib.PurePath(given.model).name
         with cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids) as engine:
+            for each, folder in adapters.items():
+                engine.load_adapter(each, folder)
             if not given.no_warm_up:
-                engine.warm_up(prompt_logprobs=given.prompt_logprobs)
-            service = Service(engine, name, limits, keys=keys, template=template, scores_prompts=given.prompt_logprobs)
+                engine.warm_up(prompt_logprobs=given.prompt_logprobs, embeddings=given.embeddings is not None)
+            service = Service(
+                engine,
+                name,
+                limits,
+                keys=keys,
+                template=template,
+                scores_prompts=given.prompt_logprobs,
+                pooling=given.embeddings,
+            )
             host, port = listener.getsockname()[:2]
             address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             print(f"serving {name} at http://{address}/v1", file=sys.stderr, flush=True)
             DrainingServer(service).run(sockets=[listener])
     return 0
+
+
+def _grammars(name: str | None) -> GrammarCompiler.Config | None:
+    """The config of the compiler of this name, or of the only one that is installed; None: requests with a grammar are
+    refused."""
+    if name is None:
+        installed = [offer.name for _, offer in registry().offers(GrammarCompilerOffer)]
+        if len(installed) != 1:
+            return None
+        (name,) = installed
+    return cast("GrammarCompiler.Config", offered(GrammarCompilerOffer, name))
+
+
+def _adapter(text: str) -> tuple[str, str]:
+    name, equals, folder = text.partition("=")
+    if not (name and equals and folder):
+        raise AxcoreError(f"--adapter {text}: must have the form NAME=FOLDER, such as sql=runs/sql")
+    return name, folder
 
 
 def _keys(file: str) -> list[str]:

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from axcore.infer import Engine, Piece, TokenLogprob
-from axcore_serve.answers import Answer, Json, Sample, encoded, finite, requests_of
+from axcore_serve.answers import Json, Sample, SampledAnswer, encoded, finite, requests_of
 from axcore_serve.bodies import CompletionBody
 from axcore_serve.errors import ApiError
+from axcore_serve.structured import structure_of
 from axcore_serve.token_text import TokenText
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(SampledAnswer):
     """The completions of one or more prompts.
 
     Args:
@@ -50,6 +51,7 @@ class CompletionAnswer(Answer):
             prompts,
             body,
             {"ids": "prompt"},
+            structure_of(body),
             max_tokens=max(1, max_tokens),
             logprobs=body.logprobs,
             prompt_logprobs=scores,

@@ -17,7 +17,8 @@ class Limits:
     """The limits of a server.
 
     Attributes:
-        max_samples: samples that run or wait at the same time.
+        max_samples: samples that run or wait at the same time, and requests in progress, also while their bodies
+            arrive.
         max_body_bytes: the size of a body.
         request_s: seconds from a request to the end of its answer.
         body_s: seconds in which a body must arrive.
@@ -73,9 +74,11 @@ class Gate:
         """Counts a request while it is in progress.
 
         Raises:
-            ApiError: the server drains.
+            ApiError: the server drains, or too many requests are in progress.
         """
         self.check()
+        if self.num_requests >= self._limits.max_samples:  # each needs room for at least one sample
+            raise self._full(f"{self.num_requests} requests are in progress")
         self.num_requests += 1
         try:
             yield
@@ -83,27 +86,36 @@ class Gate:
             self.num_requests -= 1
 
     @contextlib.contextmanager
-    def samples(self, count: int) -> Iterator[None]:
+    def samples(self, count: int, param: str) -> Iterator[None]:
         """Counts the samples of a request while they are in progress.
+
+        Args:
+            count: the number of samples.
+            param: the parameter that determines it.
 
         Raises:
             ApiError: too many samples are in progress, or the request alone has too many.
         """
         most = self._limits.max_samples
         if count > most:
-            raise ApiError(400, f"n times the number of prompts is {count}, must be at most {most}", param="n")
-        if self.num_samples + count > most:
             raise ApiError(
-                429,
-                f"{self.num_samples} samples run or wait, and the limit is {most}. Retry later",
-                code="queue_full",
-                headers={"Retry-After": "1"},
+                400, f"{param}: the request has {count} samples, must have at most {most}. Send several", param=param
             )
+        if self.num_samples + count > most:
+            raise self._full(f"{self.num_samples} samples run or wait")
         self.num_samples += count
         try:
             yield
         finally:
             self.num_samples -= count
+
+    def _full(self, found: str) -> ApiError:
+        return ApiError(
+            429,
+            f"{found}, and the limit is {self._limits.max_samples}. Retry later",
+            code="queue_full",
+            headers={"Retry-After": "1"},
+        )
 
 
 class Keys:

@@ -47,7 +47,8 @@ def snapshot(engine: Engine, gate: Gate) -> dict[str, Any]:
     """The state of a server as a JSON object."""
     stats = engine.stats
     found = stats._asdict() | {"requests": gate.num_requests, "samples": gate.num_samples}
-    return found | {"pages": None if stats.pages is None else stats.pages._asdict()}
+    pools = {"pages": stats.pages, "host_pages": stats.host_pages}
+    return found | {name: None if usage is None else usage._asdict() for name, usage in pools.items()}
 
 
 class _OfEngine(Collector):
@@ -68,14 +69,23 @@ class _OfEngine(Collector):
             "axcore_generated_tokens": ("Tokens sampled.", stats.tokens),
             "axcore_prompt_tokens": ("Tokens of prompts.", stats.prompt_tokens),
             "axcore_cached_prompt_tokens": ("Tokens of prompts that were cached.", stats.cached_tokens),
+            "axcore_draft_tokens": ("Drafts that were verified.", stats.draft_tokens),
+            "axcore_accepted_draft_tokens": ("Drafts that the model samples, too.", stats.accepted_tokens),
             "axcore_preemptions": ("Samples that lost their row to another.", stats.preempted),
+            "axcore_offloaded": ("Samples whose state was copied to host memory.", stats.offloaded),
+            "axcore_bytes_to_host": ("Decoding state copied to host memory.", stats.bytes_to_host),
+            "axcore_bytes_to_device": ("Decoding state copied to the device.", stats.bytes_to_device),
             "axcore_programs_compiled": ("Programs compiled.", stats.compiled),
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(name, text, value)
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(name, text, value)
-        pages = GaugeMetricFamily("axcore_pages", "Pages of the KV caches.", labels=("state",))
-        for state, value in (stats.pages._asdict() if stats.pages is not None else {}).items():
-            pages.add_metric((state,), value)
-        yield pages
+        for name, text, usage in (
+            ("axcore_pages", "Pages of the KV caches.", stats.pages),
+            ("axcore_host_pages", "Pages in host memory.", stats.host_pages),
+        ):
+            pages = GaugeMetricFamily(name, text, labels=("state",))
+            for state, value in (usage._asdict() if usage is not None else {}).items():
+                pages.add_metric((state,), value)
+            yield pages

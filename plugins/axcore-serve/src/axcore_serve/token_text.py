@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 
-import numpy as np
-
-from axcore.infer.text import Decodes
+from axcore.infer.text import Decodes, token_bytes
 
 
 class TokenText:
@@ -18,12 +16,7 @@ class TokenText:
     """
 
     def __init__(self, tokenizer: Decodes):
-        self._tokenizer = tokenizer
-        self.raw = functools.lru_cache(maxsize=1 << 16)(self._raw)
-
-    def _raw(self, id: int) -> bytes:
-        """The bytes of a token that is not the first, since the first one may lack its space."""
-        return self._decoded([id, id])[len(self._decoded([id])) :]
+        self.raw = functools.lru_cache(maxsize=1 << 16)(functools.partial(token_bytes, tokenizer))
 
     def name(self, id: int) -> str:
         """The text of a token; its bytes if they are an incomplete character, and its id if it has none."""
@@ -42,6 +35,3 @@ class TokenText:
             name = self.name(id)
             found[f"token_id:{id}" if name in found else name] = value
         return found
-
-    def _decoded(self, ids: list[int]) -> bytes:
-        return self._tokenizer.decode(np.asarray(ids, np.int32))

@@ -62,7 +62,9 @@ class ToolText:
             if end < 0:
                 return
             raw = self._taken(end + len(END))
-            yield self._call(raw[len(TOOL_CALL) : -len(END)]) or raw
+            call = call_of(raw[len(TOOL_CALL) : -len(END)], self._names, self.num_calls)
+            self.num_calls += call is not None
+            yield call or raw
 
     def finish(self) -> str:
         """The text that was held back."""
@@ -72,18 +74,38 @@ class ToolText:
         taken, self._held = self._held[:size], self._held[size:]
         return taken
 
-    def _call(self, text: str) -> Call | None:
-        try:
-            found = json.loads(text)
-        except ValueError:
-            return None
-        arguments = found.get("arguments", {}) if isinstance(found, dict) else None
-        name = found.get("name") if isinstance(arguments, dict) else None
-        if not isinstance(name, str) or name not in self._names:
-            return None
-        self.num_calls += 1
-        encoded = json.dumps(arguments, ensure_ascii=False)
-        return Call(self.num_calls - 1, f"call_{uuid.uuid4().hex[:24]}", name, encoded)
+
+class ForcedCall:
+    """Reads an answer that is one tool call, whose text starts after `<tool_call>`.
+
+    Args:
+        names: the functions.
+    """
+
+    def __init__(self, names: Collection[str]):
+        self._names, self._held = frozenset(names), ""
+
+    def add(self, text: str) -> Iterator[str | Call]:
+        """Holds text back until the call is complete."""
+        self._held += text
+        yield from ()
+
+    def finish(self) -> str | Call:
+        """The call; the text if it is incomplete."""
+        return call_of(self._held, self._names, 0) or self._held
+
+
+def call_of(text: str, names: Collection[str], index: int) -> Call | None:
+    """The call that a text is; None if it is not a call of one of some functions."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    arguments = found.get("arguments", {}) if isinstance(found, dict) else None
+    name = found.get("name") if isinstance(arguments, dict) else None
+    if not isinstance(name, str) or name not in names:
+        return None
+    return Call(index, f"call_{uuid.uuid4().hex[:24]}", name, json.dumps(arguments, ensure_ascii=False))
 
 
 def _overlap(text: str, word: str) -> int:

@@ -1,1 +1,1 @@
-"""Products of few rows with a large matrix, for decoding on NVIDIA GPUs."""
+"""Products of one row with a large matrix, for decoding on NVIDIA GPUs."""

@@ -7,4 +7,4 @@ axcore_api = 2
 
 @hookimpl
 def axcore_features() -> list[Feature]:
-    return [Feature("gemv", "axcore_gemv.feature:use_gemv", "Pallas kernels for products of few rows, to decode.")]
+    return [Feature("gemv", "axcore_gemv.feature:use_gemv", "a Pallas kernel for products of one row, to decode.")]

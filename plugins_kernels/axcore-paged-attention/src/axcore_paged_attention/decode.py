@@ -1,8 +1,8 @@
 """Attention of a few queries to the keys of a KV cache, in one pass over the cache, with Pallas for Triton.
 
 The keys of each row are split into parts (flash decoding). A program computes one part of one kv head for all queries
-that share the head, and XLA merges the parts by their log-sum-exp. Programs read only the keys between the first and
-the last that a query of the row sees.
+that share the head. A second kernel merges the parts by their log-sum-exp. Programs read only the keys between the
+first and the last that a query of the row sees.
 """
 
 from __future__ import annotations
@@ -86,13 +86,34 @@ def decode_attention(
     Returns:
         The heads in the dtype of q, 0 for queries without keys and sinks, and the log-sum-exp, then below -1e30.
     """
-    heads, lse = _parts(form, q, pool, allowed)
-    highest = lse.max(0) if sinks is None else jnp.maximum(lse.max(0), sinks.astype(jnp.float32))
-    weights = jnp.exp(lse - highest)
-    # A query that sees no key has the weight 1 in each part, and heads of 0.
-    total = weights.sum(0) + (0.0 if sinks is None else jnp.exp(sinks.astype(jnp.float32) - highest))
-    merged = (heads * (weights / total)[..., None]).sum(0)
-    return merged.astype(q.dtype), highest + jnp.log(total)
+    operands: tuple[Array, ...] = (
+        pool.layer,
+        pool.table,
+        _bounds(allowed),
+        allowed.astype(jnp.int8),
+        q,
+        pool.k,
+        pool.v,
+        *(pool.scales or ()),
+    )
+    more = () if sinks is None else (sinks.astype(jnp.float32),)
+    with _compiled_for(form.device_kind):
+        heads, lse = _attended(form, q.dtype, operands, more)
+    return heads, lse
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # traced once for all layers of a model
+def _attended(
+    form: Form, dtype: jnp.dtype, operands: tuple[Array, ...], sinks: tuple[Array, ...]
+) -> tuple[Float[Array, "batch query head value_dim"], Float32[Array, "batch query head"]]:
+    """The merged parts. `operands` are those of `_kernel`."""
+
+    def call(operands: tuple[Array, ...], sinks: tuple[Array, ...]) -> tuple[Array, Array]:
+        return _merged(form, dtype, *_parts(form, *operands), *sinks)
+
+    # Triton has only three grid axes, which the kernels use, so `vmap` calls them once for each element.
+    heads, lse = jax.custom_batching.sequential_vmap(call)(operands, sinks)
+    return heads, lse
 
 
 def rows_of(queries: int, group: int, dot_rows: int) -> int:
@@ -110,28 +131,18 @@ def rows_of(queries: int, group: int, dot_rows: int) -> int:
 
 
 def _parts(
-    form: Form, q: Array, pool: Pool, allowed: Bool[Array, "batch_or_1 query kv_seq"]
+    form: Form, *operands: Array
 ) -> tuple[Float32[Array, "split batch query head value_dim"], Float32[Array, "split batch query head"]]:
-    """The heads and the log-sum-exp of each part of the keys."""
+    """The heads and the log-sum-exp of each part of the keys. `operands` are those of `_kernel`."""
+    _, _, _, _, q, _, v, *scales = operands
     batch, queries, num_heads, _ = q.shape
-    kv_heads, value_dim = pool.v.shape[-2:]
-    group = num_heads // kv_heads
-    rows = rows_of(queries, group, form.dot_rows)
-    tiles = -(-queries * group // rows)
-    operands: tuple[Array, ...] = (
-        pool.layer,
-        pool.table,
-        _bounds(allowed),
-        allowed.astype(jnp.int8),
-        q,
-        pool.k,
-        pool.v,
-    )
-    operands += () if pool.scales is None else pool.scales
+    kv_heads, value_dim = v.shape[-2:]
+    rows = rows_of(queries, num_heads // kv_heads, form.dot_rows)
+    tiles = -(-queries * (num_heads // kv_heads) // rows)
     whole = pl.BlockSpec(memory_space=pl.ANY)
     shape = (form.splits, batch, queries, num_heads)
-    call = pl.pallas_call(
-        functools.partial(_kernel, form=form, rows=rows, tiles=tiles, has_scales=pool.scales is not None),
+    heads, lse = pl.pallas_call(
+        functools.partial(_kernel, form=form, rows=rows, tiles=tiles, has_scales=bool(scales)),
         grid=(kv_heads, form.splits, batch * tiles),
         in_specs=[whole] * len(operands),
         out_specs=[whole, whole],
@@ -139,11 +150,31 @@ def _parts(
         compiler_params=triton.CompilerParams(num_warps=form.num_warps, num_stages=form.num_stages),
         interpret=form.interpret,
         name="paged_attention",
-    )
-    # Triton has only the three axes of this grid, so `vmap` calls the kernel once for each element.
-    with _compiled_for(form.device_kind):
-        heads, lse = jax.custom_batching.sequential_vmap(lambda *arrays: tuple(call(*arrays)))(*operands)
+    )(*operands)
     return heads, lse
+
+
+def _merged(
+    form: Form,
+    dtype: jnp.dtype,
+    heads: Float32[Array, "split batch query head value_dim"],
+    lse: Float32[Array, "split batch query head"],
+    *sinks: Float32[Array, " head"],
+) -> tuple[Float[Array, "batch query head value_dim"], Float32[Array, "batch query head"]]:
+    """The heads and the log-sum-exp of all keys. One kernel, since XLA would compute this in three."""
+    _, batch, queries, num_heads, _ = heads.shape
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    merged, total = pl.pallas_call(
+        _merge_kernel,
+        grid=(num_heads, queries, batch),
+        in_specs=[whole] * (2 + len(sinks)),
+        out_specs=[whole, whole],
+        out_shape=[jax.ShapeDtypeStruct(heads.shape[1:], dtype), jax.ShapeDtypeStruct(lse.shape[1:], jnp.float32)],
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
+        interpret=form.interpret,
+        name="merge_parts",
+    )(heads, lse, *sinks)
+    return merged, total
 
 
 @contextlib.contextmanager
@@ -264,6 +295,28 @@ def _kernel(
     place = heads_ref.at[split, batch, query[:, None], head[:, None], value_dims[None]]
     triton.store(place, heads / found[:, None], mask=mask)
     triton.store(lse_ref.at[split, batch, query, head], lse, mask=row < queries * group)
+
+
+def _merge_kernel(heads_ref: Any, lse_ref: Any, *refs: Any) -> None:
+    """Merges the parts of one query and head."""
+    *sink_refs, merged_ref, total_ref = refs
+    head, query, batch = (pl.program_id(axis) for axis in range(3))
+    splits, *_, value_dim = heads_ref.shape
+    split, dims = (jnp.arange(pl.next_power_of_2(size)) for size in (splits, value_dim))
+    lse = triton.load(lse_ref.at[split, batch, query, head], mask=split < splits, other=4 * LOW)
+    highest = lse.max()
+    if sink_refs:
+        sink = triton.load(sink_refs[0].at[head])
+        highest = jnp.maximum(highest, sink)
+    # A query that sees no key has the weight 1 in each part, and heads of 0.
+    weights = jnp.where(split < splits, jnp.exp(lse - highest), 0.0)
+    total = weights.sum() + (jnp.exp(sink - highest) if sink_refs else 0.0)
+    mask = (split < splits)[:, None] & (dims < value_dim)[None]
+    heads = triton.load(heads_ref.at[split[:, None], batch, query, head, dims[None]], mask=mask, other=0)
+    merged = (heads * (weights / total)[:, None]).sum(0)
+    place = merged_ref.at[batch, query, head, dims]
+    triton.store(place, merged.astype(merged_ref.dtype), mask=dims < value_dim)
+    triton.store(total_ref.at[batch, query, head], highest + jnp.log(total))
 
 
 def _products(q: Array, k: Array, use_dot: bool) -> Float32[Array, "rows block"]:

@@ -1,5 +1,6 @@
 """Sampling on the device: the options of every row as arrays, penalties, masks and log-probabilities."""
 
+from axcore.infer.sampling.acceptance import Verified, verify
 from axcore.infer.sampling.counts import Counts
 from axcore.infer.sampling.draw import LogProbs, Sampled, log_probabilities, sample
 from axcore.infer.sampling.rows import Method, NextToken, SamplingRows
@@ -12,9 +13,11 @@ __all__ = [
     "NextToken",
     "Sampled",
     "SamplingRows",
+    "Verified",
     "log_probabilities",
     "sample",
     "seed_words",
+    "verify",
 ]
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from axcore.config import ConfigError
 from axcore.infer.sampling.counts import Counts
@@ -49,7 +49,13 @@ class Sampled:
     logprobs: LogProbs | None
 
 
-def sample(logits: Float[Array, "rows vocab"], rows: SamplingRows, counts: Counts | None = None) -> Sampled:
+def sample(
+    logits: Float[Array, "rows vocab"],
+    rows: SamplingRows,
+    counts: Counts | None = None,
+    *,
+    uncounted: Int[Array, "rows tokens"] | None = None,
+) -> Sampled:
     """Samples one token per row.
 
     The options apply in this order: penalties and bias, excluded tokens and grammar, temperature, min-p, top-k, top-p.
@@ -60,6 +66,7 @@ def sample(logits: Float[Array, "rows vocab"], rows: SamplingRows, counts: Count
         logits: float logits; columns from `rows.vocab_size` on are padding.
         rows: the options.
         counts: the tokens of each slot, for penalties; required by the method `full`.
+        uncounted: output tokens of each row that `counts` lacks; negative: none.
 
     Raises:
         ConfigError: the shapes do not match, or `counts` is missing.
@@ -71,7 +78,7 @@ def sample(logits: Float[Array, "rows vocab"], rows: SamplingRows, counts: Count
         )
     real = jnp.arange(logits.shape[1]) < rows.vocab_size
     raw = jnp.where(real, logits.astype(jnp.float32), -jnp.inf)
-    edited = _edited(raw, rows, counts) if rows.method == "full" else raw
+    edited = _edited(raw, rows, counts, uncounted) if rows.method == "full" else raw
     best = jnp.max(edited, axis=-1)
     if rows.method == "greedy":
         tokens, processed = jnp.argmax(edited, axis=-1), edited
@@ -86,7 +93,10 @@ def sample(logits: Float[Array, "rows vocab"], rows: SamplingRows, counts: Count
 
 
 def _edited(
-    logits: Float32[Array, "rows vocab"], rows: SamplingRows, counts: Counts | None
+    logits: Float32[Array, "rows vocab"],
+    rows: SamplingRows,
+    counts: Counts | None,
+    uncounted: Int[Array, "rows tokens"] | None,
 ) -> Float32[Array, "rows vocab"]:
     """The logits after penalties, bias and masks."""
     if rows.ints is None or rows.floats is None or rows.edit_ids is None:
@@ -97,6 +107,9 @@ def _edited(
     slots, floats = rows.ints[:, 3], jnp.asarray(rows.floats)
     frequency, presence, repetition = (floats[:, column, None] for column in (3, 4, 5))
     output = counts.output.at[slots].get(mode="fill", fill_value=0)
+    if uncounted is not None:
+        each = jnp.arange(logits.shape[0])[:, None]
+        output = output.at[each, jnp.where(uncounted < 0, logits.shape[1], uncounted)].add(1, mode="drop")
     seen = counts.prompt.at[slots].get(mode="fill", fill_value=False) | (output > 0)
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(seen, repeated, logits)

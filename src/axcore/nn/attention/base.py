@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 from einops import rearrange
@@ -70,6 +71,7 @@ class BaseAttention(Layer):
 
     config: Config
     kernel: AttentionKernel
+    cache: KVCache | None
     sinks: nnx.Param[jax.Array] | None
 
     def make_slots(
@@ -110,7 +112,7 @@ class BaseAttention(Layer):
         tokens: TokenInfo,
         scale: float | None = None,
     ) -> AttentionInputs:
-        """The inputs of the cache, or of the kernel if there is no cache.
+        """The inputs of the cache, or of the kernel if there is no cache, for a block of rows (see `heads`).
 
         Args:
             k, v: keys and values; None if the attention has no projections for them.
@@ -118,7 +120,7 @@ class BaseAttention(Layer):
         """
         cfg = self.config
         scale = cfg.scale if scale is None else scale
-        here = dataclasses.replace(tokens, cached=None)
+        here, cached = dataclasses.replace(tokens, cached=None), None if tokens.cached is None else tokens.rows
         return AttentionInputs(
             q,
             None if k is None or v is None else Contiguous(k, v, here),
@@ -126,13 +128,53 @@ class BaseAttention(Layer):
             sinks=None if self.sinks is None else self.sinks[...],
             bias=None if self.bias is None else Bias.of(self.bias, self.frame, "bias"),
             dropout=Dropout(self.rng("dropout"), None, None, cfg.dropout) if cfg.dropout and self.training else None,
-            cached=tokens.cached,
+            cached=cached,
             scale=1 / math.sqrt(q.shape[3]) if scale is None else scale,
             mask=cfg.mask,
             softcap=cfg.softcap,
             training=self.frame.mode is True,
-            phase="train" if tokens.cached is None else tokens.cached.phase,
+            phase="train" if cached is None else cached.phase,
         )
+
+    def positioned(
+        self,
+        q: Float[Array, "batch seq head head_dim"],
+        k: Float[Array, "batch seq kv_head head_dim"] | None,
+        tokens: TokenInfo,
+    ) -> tuple[Float[Array, "batch seq head head_dim"], Float[Array, "batch seq kv_head head_dim"] | None]:
+        """Queries and keys with the position embedding. It sees each block of rows, since it may depend on the length
+        of a row."""
+        if self.position is None:
+            return q, k
+        keys = (None,) * len(tokens.blocks) if k is None else tokens.split(k)
+        found = [
+            self.position(*part, block.positions, block.positions)
+            for *part, block in zip(tokens.split(q), keys, tokens.blocks, strict=True)
+        ]
+        return tokens.join([q for q, _ in found]), k if k is None else tokens.join([k for _, k in found])
+
+    def heads(
+        self,
+        q: Float[Array, "batch seq head head_dim"],
+        k: Float[Array, "batch seq kv_head head_dim"] | None,
+        v: Float[Array, "batch seq kv_head value_dim"] | None,
+        tokens: TokenInfo,
+        attend: Callable[[AttentionInputs], Heads] | None = None,
+        scale: float | None = None,
+    ) -> Heads:
+        """Calls the cache, if there is one, and computes attention, for each block of rows (see `TokenInfo.blocks`).
+
+        Args:
+            attend: computes the heads from what the cache returns; None: the method `attend`.
+            k, v, scale: see `inputs`.
+        """
+        none = (None,) * len(tokens.blocks)
+        keys, values = (none if x is None else tokens.split(x) for x in (k, v))
+        parts = zip(tokens.split(q), keys, values, tokens.blocks, strict=True)
+        blocks = tuple(self.inputs(*part, scale) for part in parts)
+        answers = blocks if self.cache is None else self.cache.answer_blocks(blocks)
+        run = self.attend if attend is None else attend
+        return tokens.join([run(each) if isinstance(each, AttentionInputs) else each for each in answers])
 
     def attend(self, inputs: AttentionInputs) -> Heads:
         """Runs the kernel."""

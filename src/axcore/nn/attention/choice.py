@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -19,65 +16,9 @@ from axcore.nn.attention.kernel import AttentionKernel, TunableKernel, checked, 
 from axcore.nn.attention.reference import ReferenceKernel
 from axcore.nn.attention.request import OPTIONS, KernelRequest
 from axcore.nn.attention.sharded import Shards, readable, wraps
+from axcore.nn.choosing import choose, is_recording
 from axcore.nn.kv.views import KVView
 from axcore.plugin import AttentionKernelOffer as Offer, PluginError, registry, resolve
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """The kernel that an attention call runs.
-
-    Attributes:
-        path: path of the kernel slot; the layer index in a scanned stack is `*`.
-        requests: the different calls of the kernel on one device; several with some strategies of context parallelism.
-        kernel: the chosen kernel; None if no kernel supports all requests.
-        refused: the kernels tried before it, each with the reason why it does not support one of the requests.
-        settings: the settings of a `TunableKernel` for each request.
-    """
-
-    path: str
-    requests: tuple[KernelRequest, ...]
-    kernel: AttentionKernel | None
-    refused: tuple[tuple[AttentionKernel, str], ...]
-    settings: tuple[Mapping[str, int], ...] = ()
-
-    @property
-    def described(self) -> str:
-        """The requests as text."""
-        return " and ".join(map(str, self.requests))
-
-    def problem(self) -> str:
-        """An error message if no kernel supports the call, with the recipe, rule or feature that set each kernel."""
-        if self.kernel is not None:
-            return ""
-        reasons = "; ".join(f"{type(kernel).__name__}: {reason}{_origin(kernel)}" for kernel, reason in self.refused)
-        return (
-            f"{self.path}: no kernel supports the call ({self.described}). {reasons}. Choose another kernel, or "
-            f'several in order: use("kernels", order=("...", "reference"))'
-        )
-
-
-def _origin(kernel: AttentionKernel) -> str:
-    """` (set by ...)`: the outermost recipe, rule or feature that put a kernel into the config."""
-    actor = next((event.actor for event in kernel.config.history() if event.action == "made"), "python")
-    return "" if actor == "python" else f" (set by {actor.partition(' > ')[0]})"
-
-
-_choices: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar("axcore_choices", default=None)
-
-
-@contextlib.contextmanager
-def recording() -> Iterator[list[Choice]]:
-    """Records the choice of every attention call traced inside the block.
-
-    Kernels do not run and heads are zeros, so use it with `jax.eval_shape` only.
-    """
-    found: list[Choice] = []
-    token = _choices.set(found)
-    try:
-        yield found
-    finally:
-        _choices.reset(token)
 
 
 class ChooseKernel(AttentionKernel):
@@ -142,33 +83,36 @@ def _first(kernels: tuple[AttentionKernel, ...], path: str, inputs: AttentionInp
     shards = Shards.of(inputs)
     if shards is not None:
         shards.check(inputs, path)
-    refused: list[tuple[AttentionKernel, str]] = []
-    requests: tuple[KernelRequest, ...] = ()
-    for kernel in kernels:
+    kernel_inputs = inputs
+
+    def requests(kernel: AttentionKernel) -> tuple[KernelRequest, ...]:
+        nonlocal kernel_inputs
         kernel_inputs = readable(kernel, inputs)
-        requests = (KernelRequest.of(kernel_inputs),) if shards is None else shards.requests(kernel, kernel_inputs)
-        if (reason := refusal(kernel, *requests)) is not None:
-            refused.append((kernel, reason))
-            continue
-        settings = _settings(kernel, path, requests)
-        if (choices := _choices.get()) is not None:
-            choices.append(Choice(path, requests, kernel, tuple(refused), settings))
-            # A kernel that wraps another still runs, so that the choice inside it is recorded.
-            return kernel(kernel_inputs) if wraps(kernel) else _zeros(inputs)
-        _warn_unmeasured(kernel, requests)
-        tagged = kernel.tags_heads or wraps(kernel)
-        if shards is not None and shards.runs(kernel):
-            result = shards.run(kernel, kernel_inputs, path)
-            tagged = tagged or (shards.context is not None and shards.context.tags_heads)
-        else:
-            result = kernel(kernel_inputs)
-        heads, lse = checked(kernel, path, kernel_inputs, result)
-        return heads if tagged else checkpoint_name(heads, "heads"), lse
-    choice = Choice(path, requests, None, tuple(refused))
-    if (choices := _choices.get()) is None:
-        raise ConfigError(choice.problem())
-    choices.append(choice)
-    return _zeros(inputs)
+        return (KernelRequest.of(kernel_inputs),) if shards is None else shards.requests(kernel, kernel_inputs)
+
+    choice = choose(
+        path,
+        kernels,
+        requests,
+        lambda kernel, requests: refusal(kernel, *requests),
+        failure="no kernel supports the call",
+        remedy='Choose another kernel, or several in order: use("kernels", order=("...", "reference"))',
+        settings=lambda kernel, requests: _settings(kernel, path, requests),
+    )
+    kernel: AttentionKernel | None = choice.chosen
+    if is_recording():
+        # A kernel that wraps another still runs, so that the choice inside it is recorded.
+        return kernel(kernel_inputs) if kernel is not None and wraps(kernel) else _zeros(inputs)
+    assert kernel is not None
+    _warn_unmeasured(kernel, choice.requests)
+    tagged = kernel.tags_heads or wraps(kernel)
+    if shards is not None and shards.runs(kernel):
+        result = shards.run(kernel, kernel_inputs, path)
+        tagged = tagged or (shards.context is not None and shards.context.tags_heads)
+    else:
+        result = kernel(kernel_inputs)
+    heads, lse = checked(kernel, path, kernel_inputs, result)
+    return heads if tagged else checkpoint_name(heads, "heads"), lse
 
 
 def _settings(kernel: AttentionKernel, path: str, requests: tuple[KernelRequest, ...]) -> tuple[Mapping[str, int], ...]:
@@ -183,7 +127,7 @@ def _settings(kernel: AttentionKernel, path: str, requests: tuple[KernelRequest,
 
 def _warn_unmeasured(kernel: AttentionKernel, requests: tuple[KernelRequest, ...]) -> None:
     """Warns if a training call uses default settings although the kernel has measured ones. Python shows a repeated
-    warning once. `axcore tune` does not measure the calls of decoding."""
+    warning once. Calls of an engine are measured only if its sizes were given to `axcore tune`."""
     if not isinstance(kernel, TunableKernel) or (tuning := kernel.config.tuning) is None:
         return
     for request in requests:

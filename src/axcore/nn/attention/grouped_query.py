@@ -10,7 +10,6 @@ from jaxtyping import Array, Float
 from axcore.config import ConfigError, PositiveInt
 from axcore.module import Layer, Rngs
 from axcore.nn.attention.base import BaseAttention, Hidden
-from axcore.nn.attention.inputs import AttentionInputs
 from axcore.nn.fusing import Fusion
 from axcore.nn.kv.cache import sized
 from axcore.nn.linear import Linear
@@ -96,16 +95,12 @@ class Attention(BaseAttention):
         q = constrain(q, "batch", "seq", "head", None)
         if k is not None and v is not None:
             k, v = (constrain(each, "batch", "seq", "kv_head", None) for each in (k, v))
-        if self.position is not None:
-            q, k = self.position(q, k, tokens.positions, tokens.positions)
+        q, k = self.positioned(q, k, tokens)
         q = checkpoint_name(constrain(q, "batch", "seq", "head", None), "query")
         if k is not None and v is not None:
             k = checkpoint_name(constrain(k, "batch", "seq", "kv_head", None), "key")
             v = checkpoint_name(constrain(v, "batch", "seq", "kv_head", None), "value")
-        inputs = self.inputs(q, k, v, tokens)
-        if self.cache is not None:
-            inputs = self.cache.answer(inputs)
-        return self.project(x, self.attend(inputs) if isinstance(inputs, AttentionInputs) else inputs)
+        return self.project(x, self.heads(q, k, v, tokens))
 
     def _queries_keys_values(self, x: Hidden) -> tuple[Projected, Projected | None, Projected | None]:
         """Projects the input to q, k and v. k and v are None if the cache provides them."""

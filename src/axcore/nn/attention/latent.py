@@ -30,9 +30,9 @@ class LatentAttention(BaseAttention):
     as `head_dim`.
 
     The cache stores the latent and the shared key features as one key of `kv_lora_rank + qk_rope_head_dim` features,
-    without a value, so its config must have the field `value_dim`. With a cache, a call with at most `absorb_up_to`
-    tokens attends to the latents, with `key_up` and `value_up` absorbed into queries and heads (section 2.1.2); a
-    longer call first expands the latents to keys and values.
+    without a value, so its config must have the field `value_dim`. With a cache, rows of at most `absorb_up_to` new
+    tokens attend to the latents, with `key_up` and `value_up` absorbed into queries and heads (section 2.1.2); for
+    longer rows, the latents are first expanded to keys and values.
     """
 
     class Config(BaseAttention.Config):
@@ -55,7 +55,7 @@ class LatentAttention(BaseAttention):
         key_up: Linear.Config = Linear.Config()
         value_up: Linear.Config = Linear.Config()
         absorb_up_to: NonNegativeInt = 64
-        """A call with a cache uses absorbed weights if it has at most this many tokens."""
+        """With a cache, rows of at most this many new tokens use absorbed weights."""
 
     config: Config
 
@@ -101,22 +101,18 @@ class LatentAttention(BaseAttention):
         position_key = self.position_key(flat).reshape(*shape, 1, -1)
         if self.position is not None:
             position_query = q[..., cfg.qk_nope_head_dim :]
-            position_query, position_key = self.position(
-                position_query, position_key, tokens.positions, tokens.positions
-            )
+            position_query, positioned = self.positioned(position_query, position_key, tokens)
+            assert positioned is not None
+            position_key = positioned
             q = jnp.concatenate([q[..., : cfg.qk_nope_head_dim], position_query], axis=-1)
         q = checkpoint_name(constrain(q, "batch", "seq", "head", None), "query")
         stored = checkpoint_name(jnp.concatenate([latent, position_key], axis=-1), "key")
-        inputs = self.inputs(q, stored, empty_values(stored), tokens, self._scale)
-        if self.cache is not None:
-            inputs = self.cache.answer(inputs)
-        if not isinstance(inputs, AttentionInputs):
-            heads = inputs
-        elif self.cache is not None and shape[1] <= cfg.absorb_up_to:
-            heads = self._absorbed(inputs)
-        else:
-            heads = self._expanded(inputs)
-        return self.project(x, heads)
+        return self.project(x, self.heads(q, stored, empty_values(stored), tokens, self._attended, self._scale))
+
+    def _attended(self, inputs: AttentionInputs) -> Heads:
+        if self.cache is not None and inputs.q.shape[1] <= self.config.absorb_up_to:
+            return self._absorbed(inputs)
+        return self._expanded(inputs)
 
     def _expanded(self, inputs: AttentionInputs) -> Heads:
         """Expands the latents to keys and values, then attends to these."""

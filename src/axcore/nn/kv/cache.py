@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Int
 
 from axcore.config import REQUIRED, Config, ConfigError, has_field
 from axcore.config.tree import REMOVED, transform
-from axcore.module import ContextError, Layer
+from axcore.module import ContextError, DecodingState, Layer
 from axcore.nn.attention.inputs import AttentionInputs, Heads
 from axcore.nn.kv.paging import Paging
 from axcore.nn.tokens import CachedRows
@@ -27,6 +30,11 @@ class KVCache(Layer):
         @property
         def paging(self) -> Paging | None:
             """The pool of pages of the cache in a model for decoding; None if it has no pages."""
+            return None
+
+        @property
+        def max_rollback(self) -> int | None:
+            """The largest number of last tokens of a row that the next step may replace; None: any number."""
             return None
 
     def __call__(self, inputs: AttentionInputs) -> AttentionInputs | Heads:
@@ -66,6 +74,24 @@ class KVCache(Layer):
             shown = str(jax.tree.map(lambda x: getattr(x, "aval", x), found))
             wanted = f"AttentionInputs, or heads ({batch}, {seq}, {heads}, value_dim)"
         raise ConfigError(f"{self.frame.path}: the cache {type(self).__name__} must return {wanted}, not {shown}")
+
+    def answer_blocks(self, blocks: Sequence[AttentionInputs]) -> tuple[AttentionInputs | Heads, ...]:
+        """`answer` for each block of rows of a call (see `CachedBlocks`).
+
+        All views that it returns are of the arrays after the last write. Otherwise the arrays from before a write would
+        still be read after it, and XLA would copy them.
+        """
+        states = [node for _, node in nnx.iter_graph(self) if isinstance(node, DecodingState)]
+        found, written = [], []
+        for inputs in blocks:
+            found.append(self.answer(inputs))
+            written += [(state.whole, state) for state in states]
+        newest = {id(array): state for array, state in written}
+
+        def last(x: jax.Array) -> jax.Array:
+            return newest[id(x)].whole if id(x) in newest else x
+
+        return tuple(found) if len(found) == 1 else tuple(jax.tree.map(last, each) for each in found)
 
     def rows(self, inputs: AttentionInputs) -> CachedRows:
         """The cached rows that the tokens of this call continue.

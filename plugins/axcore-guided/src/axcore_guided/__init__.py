@@ -1,0 +1,1 @@
+"""Guided decoding by regular expressions, JSON schemas, choices and context-free grammars, with llguidance."""

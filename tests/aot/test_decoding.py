@@ -1,0 +1,101 @@
+"""The attention calls of an engine in `explain` and `tune`."""
+
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.aot import explain
+from axcore.aot.decoding import engine_choices
+from axcore.aot.explain import built
+from axcore.aot.tune import example, tune
+from axcore.infer import Engine
+from axcore.nn import Attention, ContiguousCache, KernelRequest, ReferenceKernel, TunableKernel
+from axcore.nn.attention.formula import dense_attention
+from axcore.testing import tiny_model
+from axcore_paged_kv.cache import PagedCache
+
+CACHES = {
+    "contiguous": ContiguousCache.Config(),
+    "contiguous int8": ContiguousCache.Config(dtype="int8"),
+    "paged": PagedCache.Config(page_size=4),
+    "paged int8": PagedCache.Config(page_size=4, dtype="int8"),
+}
+SEEN = []
+PHASES = ("train", "decode", "prefill")
+
+
+class Spy(ReferenceKernel):
+    """Remembers the requests of every call that is traced."""
+
+    def supports(self, request):
+        SEEN.append(request)
+        return super().supports(request)
+
+
+class Wide(TunableKernel):
+    """A kernel with one setting, which supports decoding only."""
+
+    class Config(TunableKernel.Config):
+        block: ax.PositiveInt | None = None
+
+    uses_dtypes = False
+
+    def supports(self, request):
+        return None if request.phase == "decode" else "only decodes"
+
+    def candidates(self, request):
+        return ({"block": 4}, {"block": 8})
+
+    def __call__(self, inputs):
+        return dense_attention(inputs)
+
+
+def engine(cache):
+    return Engine.Config(cache=CACHES[cache], max_rows=2, max_len=30, step_tokens=20)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cache", CACHES)
+def test_the_requests_are_those_of_a_warm_engine(cache):
+    cfg = ax.select(tiny_model(), Attention).set(kernel=Spy.Config())
+    listed = [request for choice in engine_choices(cfg, engine(cache), None) for request in choice.requests]
+    with engine(cache).build(cfg.build(rngs=ax.Rngs(0))) as running:
+        SEEN.clear()
+        running.warm_up(("greedy",))
+    assert {request.signature for request in listed} == {request.signature for request in SEEN}
+    assert {request.batch for request in listed if request.phase == "decode"} == {2}
+    for request in listed:
+        inputs = example(request)
+        assert KernelRequest.of(inputs) == request
+        heads, _ = built(ReferenceKernel.Config(), request)(inputs)
+        plain, _ = dense_attention(inputs)
+        np.testing.assert_allclose(heads, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_explain_lists_the_calls_of_an_engine():
+    cfg = ax.pipe(tiny_model(), ax.use("kernels", order=("reference",)))
+    found = [slot for slot in explain(cfg, engine=engine("paged")).slots if slot.kind == "attention kernel"]
+    facts = [
+        tuple(word for word in slot.request.split(", ") if word in PHASES or word.startswith(("batch", "query_len")))
+        for slot in found
+    ]
+    assert facts[:2] == [("train", "batch=1", "query_len=128"), ("decode", "batch=2", "query_len=1")]
+    assert ("prefill", "batch=1", "query_len=16") in facts[2:] and {phase for phase, *_ in facts[2:]} == {"prefill"}
+    assert all("Paged" in slot.request and slot.layers == 2 for slot in found[1:])
+    assert all("chosen" in {each.verdict for each in slot.candidates if each.name == "reference"} for slot in found)
+
+
+@pytest.mark.long
+def test_tune_measures_the_calls_of_an_engine():
+    order = (Wide.Config(), ReferenceKernel.Config())
+    cfg = ax.select(tiny_model(), Attention).set(kernel=ax.nn.ChooseKernel.Config(order=order))
+    found = tune(cfg, repeats=1, engine=engine("contiguous"))
+    (request,) = {each.request for each in found.timings if each.request.phase == "decode"}
+    measured = {
+        (each.kernel, *each.settings.values()) for each in found.timings if each.request == request and each.seconds
+    }
+    assert measured == {("Wide", 4), ("Wide", 8), ("reference",)}
+    assert request.signature in found.file().kernels["Wide"]
+    assert {each.problem for each in found.timings if each.kernel == "Wide" and each.seconds is None} == {
+        "only decodes"
+    }

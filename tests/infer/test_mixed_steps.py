@@ -1,0 +1,188 @@
+"""Steps that compute rows that decode and several prompts in one call, for every kind of decoding state."""
+
+import dataclasses
+import queue
+
+import jax
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.infer import Decoder, Engine, Request, SamplingOptions, Step
+from axcore.infer.buckets import Buckets, Shape
+from axcore.infer.programs import Programs
+from axcore.module import functional
+from axcore.nn import Attention, ContiguousCache, LatentAttention, Repeat, without_caches
+from axcore.testing.models import VOCAB_SIZE, tiny_model
+from axcore_paged_kv.cache import PagedCache
+from axcore_rope.scaling import LongRoPE
+
+MAX_LEN = 80
+LENGTHS, OUTPUTS = (1, 9, 40, 3, 20, 33), (3, 8, 6, 3, 5, 4)
+CONTIGUOUS, PAGED = ContiguousCache.Config(), PagedCache.Config(page_size=4, num_pages=60)
+LATENT = LatentAttention.Config(
+    num_heads=4, kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=2, value_dim=3, absorb_up_to=2
+)
+WINDOWS = (ax.use("sliding-window", size=4, global_every=2), ax.use("ring-kv", spare=2))
+MODELS = {
+    "latent": (lambda cfg: ax.select(cfg, Attention).map(lambda _, __: LATENT),),
+    "cross-layer": (ax.use("rope"), ax.use("cross-layer-kv")),
+    "windows": (ax.use("rope"), *WINDOWS),
+    "mamba2": (ax.use("mamba2", state_dim=4, head_dim=4, chunk=4),),
+    "hybrid": (ax.use("mamba2", state_dim=4, head_dim=4, chunk=4, attention_every=2),),
+    "moe": (ax.use("rope"), ax.use("moe", num_experts=4)),
+    "differential": (ax.use("rope"), ax.use("diff-attention")),
+}
+
+
+def config(name):
+    cfg = ax.select(tiny_model(), "embedding").set(init=ax.nn.Normal(stddev=1.0))
+    cfg = ax.select(cfg, Repeat).set(num_layers=4 if name in ("cross-layer", "hybrid", "windows") else 2)
+    return ax.pipe(cfg, *MODELS[name])
+
+
+def recomputed(cfg, prompts):
+    """The greedy tokens of each prompt and their log-probabilities, by recomputing the whole row for each token."""
+    fn, params, state = functional(without_caches(cfg).build(rngs=ax.Rngs(0)))
+    scores = jax.jit(lambda row, at: jax.nn.log_softmax(fn(params, state, row[None])[0][0][0, at]))
+    for ids, count in zip(prompts, OUTPUTS, strict=True):
+        row, tokens, found = np.zeros(MAX_LEN, np.int32), list(ids), []
+        for _ in range(count):
+            row[: len(tokens)] = tokens
+            of_next = scores(row, len(tokens) - 1)
+            tokens.append(int(np.argmax(of_next)))
+            found.append(float(of_next.max()))
+        yield tuple(tokens[len(ids) :]), found
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The number of rows that decode, and of sequences whose prompts are computed, of each call of a model."""
+    counted, logits = [], Programs.logits
+
+    def count(self, decode, prefill, *args, **kwargs):
+        blocks = [
+            set() if each is None else set(each.ints[each.ints[:, 1] > 0, 2].tolist()) for each in (decode, prefill)
+        ]
+        counted.append(tuple(map(len, blocks)))
+        return logits(self, decode, prefill, *args, **kwargs)
+
+    monkeypatch.setattr(Programs, "logits", count)
+    return counted
+
+
+def run(model, cache, prompts, **fields):
+    """Greedy samples of different lengths, so that requests start while others decode."""
+    options = SamplingOptions(temperature=0.0, ignore_eos=True, logprobs=0)
+    asked = [
+        Request(ids, dataclasses.replace(options, max_tokens=count))
+        for ids, count in zip(prompts, OUTPUTS, strict=True)
+    ]
+    cfg = Engine.Config(**{"cache": cache, "max_len": MAX_LEN, "max_rows": 4, "step_tokens": 512, **fields})
+    with cfg.build(model) as engine:
+        return engine.generate(asked)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [
+        ("latent", CONTIGUOUS),
+        ("latent", PAGED),
+        ("cross-layer", CONTIGUOUS),
+        ("cross-layer", PAGED),
+        ("windows", CONTIGUOUS),
+        ("windows", PAGED),
+        ("mamba2", CONTIGUOUS),
+        ("hybrid", PAGED),
+        ("moe", PAGED),
+        ("differential", PAGED),
+    ],
+    ids=lambda each: each if isinstance(each, str) else type(each).__qualname__.split(".")[0],
+)
+def test_mixed_steps_equal_full_recomputation(name, cache, calls):
+    cfg, random = config(name), np.random.default_rng(0)
+    prompts = [tuple(random.integers(0, VOCAB_SIZE, length).tolist()) for length in LENGTHS]
+    found = run(cfg.build(rngs=ax.Rngs(0)), cache, prompts, step_tokens=64 if cache is PAGED else 512)
+    for piece, (ids, scores) in zip(found, recomputed(cfg, prompts), strict=True):
+        assert piece.ids == ids
+        np.testing.assert_allclose([each.logprob for each in piece.logprobs], scores, atol=1e-4)
+    assert any(decode and prefill for decode, prefill in calls), "no step was mixed"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_results_do_not_depend_on_the_rows_of_a_step(dtype, calls):
+    model, random = ax.pipe(config("moe")).build(rngs=ax.Rngs(0)), np.random.default_rng(1)
+    prompts = [tuple(random.integers(0, VOCAB_SIZE, length).tolist()) for length in LENGTHS]
+    cache = PAGED.set(dtype=dtype)
+    together = run(model, cache, prompts, step_tokens=64)
+    assert any(decode and prefill > 1 for decode, prefill in calls), "no step was mixed with two prompts"
+    calls.clear()
+    alone = run(model, cache, prompts, max_rows=1, step_tokens=MAX_LEN)
+    assert not any(decode and prefill for decode, prefill in calls)
+    for left, right in zip(together, alone, strict=True):
+        assert left.ids == right.ids
+        left, right = ([each.logprob for each in piece.logprobs] for piece in (left, right))
+        np.testing.assert_allclose(left, right, atol=1e-4)
+
+
+def test_a_step_with_prompts_is_one_call(calls):
+    """Two prompts that arrive while a third request decodes share one call, in parts with pages."""
+    model = ax.pipe(tiny_model(), ax.use("rope")).build(rngs=ax.Rngs(0))
+    cfg = Engine.Config(cache=PAGED, max_len=MAX_LEN, max_rows=4, step_tokens=64)
+    with cfg.build(model) as engine:
+        ended, short = queue.SimpleQueue(), SamplingOptions(max_tokens=1)
+
+        def begun(piece):  # in the engine's thread, so that both arrive before the next step
+            if len(calls) == 2:
+                for size in (30, 20):
+                    engine.submit(Request((size,) * size, short), ended.put)
+
+        engine.submit(Request((1, 2, 3), SamplingOptions(max_tokens=6, ignore_eos=True)), begun)
+        assert [ended.get(timeout=300).finish_reason for _ in range(2)] == ["length"] * 2
+    assert (1, 2) in calls
+
+
+def test_shapes_hold_every_step():
+    """Every step that a scheduler plans fits: with parts into one call, otherwise its first chunk does."""
+    assert Buckets.of(8, 512, 1024, None, 1, has_parts=False) == Buckets(
+        (8,),
+        tuple(Shape(1, width) for width in (16, 64, 256, 512)),
+        (Shape(2, 64), Shape(1, 512)),
+        (16, 64, 256, 512),
+        (),
+        None,
+    )
+    paged = Buckets.of(8, 512, 1024, 64, 2, has_parts=True)
+    assert paged.prompts == ((1, 16), (1, 64), (2, 128), (4, 128)) and paged.mixed == paged.prompts[2:]
+    assert (paged.rows, paged.pages, paged.part) == ((1, 2, 4, 8), (16, 64), 128)
+    assert paged.fit([1, 128, 255], mixed=True) == (3, (4, 128)) and paged.fit([64], mixed=True) == (1, (2, 128))
+    random = np.random.default_rng(0)
+    for step_tokens in (1, 5, 16, 20, 64, 100, 512, 1000):
+        for has_parts in (False, True):
+            buckets = Buckets.of(4, step_tokens, 300, 20 if has_parts else None, 1, has_parts=has_parts)
+            for mixed in (False, True):
+                left, counts, part = step_tokens, [], buckets.part or 1
+                while left > 0:
+                    counts.append(int(random.integers(1, min(left, 300) + 1)))
+                    left -= -(-counts[-1] // part) * part
+                number, (rows, width) = buckets.fit(counts, mixed=mixed)
+                assert number == len(counts) if has_parts else number >= 1 and width >= max(counts[:number])
+                assert rows * width >= sum(counts[:number])
+
+
+def test_position_embeddings_see_the_length_of_each_row():
+    """One row is longer than `recompute_above`, where its keys differ from those of the short row beside it."""
+    long = LongRoPE(short=(1.0, 1.0), long=(2.0, 3.0), original_max=8)
+    cfg = ax.pipe(tiny_model(), ax.use("rope", scaling=long))
+    decoder, params, empty = Decoder.of(cfg.build(rngs=ax.Rngs(0)), cache=CONTIGUOUS, batch_size=2, max_len=16)
+    assert decoder.recompute_above == (8,)
+    step, ids = jax.jit(decoder.__call__), jax.random.randint(jax.random.key(1), (2, 16), 0, VOCAB_SIZE)
+    begun = Step(ids[:1, :12], np.zeros(1, np.int32), slots=np.array([0], np.int32))
+    _, state = step(params, empty, begun)
+    decode = Step(ids[:1, 12:13], np.array([12], np.int32), slots=np.array([0], np.int32))
+    prefill = Step(ids[1:, :5], np.zeros(1, np.int32), slots=np.array([1], np.int32))
+    (long_row, short_row), _ = step(params, state, (decode, prefill))
+    np.testing.assert_allclose(long_row, step(params, state, decode)[0], atol=1e-5)
+    np.testing.assert_allclose(short_row, step(params, state, prefill)[0], atol=1e-5)
