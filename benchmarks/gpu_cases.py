@@ -37,8 +37,8 @@ class Case:
         features: options of features, by name.
         microbatches: see `Trainer.Config`.
         layers: the number of layers; None: that of the recipe.
-        baseline: the name of an earlier case whose speed this one is compared with, and, if the batch is the same, whose
-            losses.
+        baseline: the name of an earlier case whose speed this one is compared with, and whose losses, if the batch is
+            the same.
         trace: whether to profile the device after the measurement.
     """
 
