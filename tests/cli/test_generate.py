@@ -1,14 +1,20 @@
 """`axcore generate`."""
 
+import contextlib
+import io
+import re
+
 import jax
 import numpy as np
 import pytest
 
 import axcore as ax
 from axcore import infer
+from axcore.cli import main
 from axcore.infer import Generator, generate
 from axcore.module import abstract
 from axcore.nn import ContiguousCache
+from axcore.testing.devices import on_devices
 from axcore.train import Checkpointer, save_model
 from axcore.train.data import ByteTokenizer
 
@@ -56,6 +62,34 @@ def test_a_recipe_provides_its_weights(axcore, trained, corpus, model):
     use = ("--set", f"input.source.folder={corpus}", "--use", "rope", "--use", f"run-weights:folder={trained}")
     done = axcore("generate", "tiny", *use, "--prompt", PROMPT, "--tokens", "9")
     assert done.out == expected(model, PROMPT), done
+
+
+def printed(arguments):
+    """The exit code and the output of a command in this process."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        return main(arguments), out.getvalue()
+
+
+@pytest.mark.parametrize("mesh", ["tensor=2", pytest.param("fsdp=2,tensor=2", marks=pytest.mark.slow)])
+def test_a_model_on_several_devices_generates_the_same_text(trained, model, mesh):
+    arguments = ["generate", str(trained), "--prompt", PROMPT, "--tokens", "9", "--mesh", mesh]
+    assert on_devices(printed, arguments) == (0, expected(model, PROMPT))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("tensor", r"--mesh tensor: 'tensor' is not AXIS=SIZE with a new axis of data, fsdp, expert, tensor"),
+        ("tensr=2", r"'tensr=2' is not AXIS=SIZE"),
+        ("tensor=0", r"'tensor=0' is not AXIS=SIZE"),
+        ("tensor=2,tensor=2", r"'tensor=2' is not AXIS=SIZE with a new axis"),
+        ("tensor=4096", r"--mesh tensor=4096 requires 4096 devices, but there are \d+ \(cpu\)\. Set the environment"),
+        ("tensor=1 --cache none", r"--mesh shards KV caches, but --cache is none"),
+    ],
+)
+def test_a_mesh_that_cannot_be_made_raises(axcore, trained, mesh, message):
+    done = axcore("generate", trained, "--prompt", PROMPT, "--mesh", *mesh.split(" "))
+    assert re.search(message, done.message)
 
 
 def test_case_the_cache_is_chosen_on_the_command_line(axcore, trained, model, monkeypatch):

@@ -140,7 +140,7 @@ def ranked(*logprobs):
 
 def test_end_tokens_beyond_the_best_beams_do_not_finish_and_do_not_displace():
     options = BeamOptions(num_beams=2, max_tokens=9)
-    search = BeamSearch(options, end_ids=(2,))
+    search = BeamSearch(options, stop_token_ids=(2,))
     assert search.num_candidates == 3
     search.advance(ranked(-1.0, -2.0, -3.0))  # the end token is the third
     assert search.finished == [] and search.unfinished == [(0,), (1,)]

@@ -19,10 +19,19 @@ import pytest
 from flax import nnx
 
 from axcore.config import AxcoreError, ConfigError
-from axcore.infer import Engine, Handover, PrefillServer, RemotePrefill, Request, read_handover, write_handover
+from axcore.infer import (
+    Engine,
+    Grammar,
+    Handover,
+    PrefillServer,
+    RemotePrefill,
+    Request,
+    read_handover,
+    write_handover,
+)
 from axcore.infer.handover import model_identity
 from axcore.infer.requests import Piece, SamplingOptions, TokenLogprob
-from axcore.infer.transfers import RowState
+from axcore.infer.row_state import RowState
 from axcore.parallel import Mesh
 from axcore.testing.devices import on_devices
 from axcore.train.data import ByteTokenizer
@@ -389,6 +398,45 @@ def RemoteStream(engine, request):
     if isinstance(answer, AxcoreError):
         raise answer
     yield answer
+
+
+def test_requests_arrive_unchanged():
+    """Every field of a request and of its options has another value than its default."""
+    options = SamplingOptions(
+        temperature=0.5,
+        top_k=3,
+        top_p=0.9,
+        min_p=0.1,
+        frequency_penalty=0.1,
+        presence_penalty=0.2,
+        repetition_penalty=1.1,
+        logit_bias={3: -1.5},
+        seed=4,
+        max_tokens=5,
+        min_tokens=1,
+        stop=("a", "b"),
+        stop_token_ids=(2,),
+        ignore_eos=True,
+        logprobs=1,
+        prompt_logprobs=True,
+        grammar=Grammar.regex("[a-z]+"),
+    )
+    request = Request((1, 2), options, priority=-1, salt="salt", adapter="sql")
+    received = queue.SimpleQueue()
+
+    class Recorder:
+        def export(self, request, deliver, *, sample=0):
+            received.put((request, sample))
+            deliver(Piece((), finish_reason="cancelled"))
+            return lambda: None
+
+    with PrefillServer(Recorder()) as server:
+        for sent in (request, dataclasses.replace(request, options=SamplingOptions(max_tokens=1), pooling="mean")):
+            RemotePrefill(server.address).export(sent, lambda _: None, sample=2)
+            assert received.get(timeout=30) == (sent, 2)
+    for given, default in ((options, SamplingOptions()), (request, Request((1,)))):
+        names = {field.name for field in dataclasses.fields(given)} - {"pooling"}
+        assert not [name for name in names if getattr(given, name) == getattr(default, name)]
 
 
 def test_a_server_that_sends_rubbish_or_nothing_ends_the_request():

@@ -144,6 +144,7 @@ def suite(cache, **attributes):
 
 
 CHECKS = {
+    "engine": ("test_an_engine_gives_the_log_probabilities_of_training",),
     "bounds": ("test_the_bounds_reject_a_cache_that_keeps_nothing",),
     "filled": ("test_rows_can_be_filled_up_to_max_len",),
     "lengths": ("test_rows_may_have_different_lengths",),
@@ -179,6 +180,7 @@ WRONG = {
     "no softcap": (suite(NoSoftcap), "options"),
     "one short": (suite(OneShort), "filled"),
     "only new": (suite(OnlyNew), "splits"),
+    "only new, engine": (suite(OnlyNew), "engine"),
     "padding": (suite(Padding), "lengths"),
     "rounded": (suite(Rounded), "one step"),
     "weights": (suite(Weights), "parameters"),

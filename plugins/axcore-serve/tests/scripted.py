@@ -98,4 +98,6 @@ class Scripted:
     @property
     def stats(self):
         alive = sum(not job.has_ended for job in self.jobs)
-        return EngineStats(alive, 0, 3, 5, 7, 11, 2, 13, None)
+        return EngineStats(
+            running=alive, preempted=3, steps=5, tokens=7, prompt_tokens=11, cached_tokens=2, compiled=13
+        )

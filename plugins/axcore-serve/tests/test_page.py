@@ -19,7 +19,7 @@ pytestmark = [
 class Busy(Scripted):
     """A scripted engine with any statistics."""
 
-    now = EngineStats(2, 5, 0, 9, 100, 30, 20, 13, PageUsage(10, 20, 50))
+    now = EngineStats(running=2, waiting=5, steps=9, tokens=100, pages=PageUsage(10, 20, 50))
 
     @property
     def stats(self):

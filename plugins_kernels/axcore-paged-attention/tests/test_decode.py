@@ -171,11 +171,13 @@ def test_heads_and_lse_equal_float64(call: Call) -> None:
             lambda right: lambda state, *rest: right(state._replace(total=state.total * 0.99), *rest),
             Call(heads=4),
         ),
+        ("_merged", lambda right: lambda form, dtype, heads, lse: right(form, dtype, heads, lse * 0.9), Call(splits=2)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_wrong_kernels_are_noticed(name, wrong, call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, name, wrong(getattr(decode, name)))
+    monkeypatch.setattr(decode, "_attended", decode._attended.__wrapped__)  # `jax.jit` keeps what it traced before
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         check(call)
 

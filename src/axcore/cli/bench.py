@@ -6,7 +6,7 @@ import argparse
 import json
 
 from axcore.cli.compose import Commands
-from axcore.cli.model import add_model, add_speculation, chosen_cache, chosen_drafter, loaded_model
+from axcore.cli.model import add_model, add_speculation, chosen_cache, chosen_drafter, chosen_layout, loaded_model
 
 
 def add(commands: Commands) -> None:
@@ -42,7 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     load = Load(arguments.requests, arguments.concurrency, arguments.input, arguments.output)
     started = time.perf_counter()
-    model, tokenizer = loaded_model(arguments, weights=False)
+    layout = chosen_layout(arguments)
+    model, tokenizer = loaded_model(arguments, weights=False, layout=layout)
     cfg = Engine.Config(
         cache=chosen_cache(arguments),
         max_rows=load.concurrency,
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         step_tokens=arguments.step_tokens,
         speculation=chosen_drafter(arguments),
     )
-    with cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids) as engine:
+    with cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids, layout=layout) as engine:
         engine.warm_up(("greedy",))
         ready = time.perf_counter() - started
         compiled = engine.stats.compiled

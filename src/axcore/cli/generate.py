@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from axcore.cli.compose import Commands
-from axcore.cli.model import add_model, add_speculation, chosen_cache, chosen_drafter, loaded_model
+from axcore.cli.model import add_model, add_speculation, chosen_cache, chosen_drafter, chosen_layout, loaded_model
 from axcore.config import AxcoreError
 
 
@@ -43,7 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise AxcoreError(f"--seed must be from 0 to 2**32 - 1, not {seed}")
     if arguments.seed is not None and arguments.temperature == 0:
         raise AxcoreError(f"--seed {seed} has no effect at temperature 0. Set --temperature above 0, or omit --seed")
-    model, tokenizer = loaded_model(arguments)
+    if arguments.mesh is not None and arguments.cache == "none":
+        raise AxcoreError("--mesh shards KV caches, but --cache is none. Choose a cache, or omit --mesh")
+    layout = chosen_layout(arguments)
+    model, tokenizer = loaded_model(arguments, layout=layout)
     text = arguments.prompt.encode(errors="surrogateescape")
     prompt = tokenizer.prompt(text)
     context = len(prompt) + arguments.tokens
@@ -57,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
             cache=cache,
             eos_ids=ends,
             speculation=chosen_drafter(arguments),
+            layout=layout,
         )
         found = generator(prompt, num_tokens=arguments.tokens, key=jax.random.key(seed))
     except (AxcoreError, jax.errors.JaxRuntimeError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -15,10 +16,14 @@ if TYPE_CHECKING:
     from axcore.infer.loading import LoadedModel
     from axcore.infer.speculation import Drafter
     from axcore.nn import KVCache
+    from axcore.parallel import Layout
+
+AXES = ("data", "fsdp", "expert", "tensor")
+"""The mesh axes that decoding supports."""
 
 
 def add_model(parser: argparse.ArgumentParser, *, without: str = "") -> None:
-    """Adds the model, `--dtype`, `--cache`, `--use` and `--set`.
+    """Adds the model, `--dtype`, `--cache`, `--mesh`, `--use` and `--set`.
 
     Args:
         without: what `--cache none` does, for a command that supports it.
@@ -31,7 +36,45 @@ def add_model(parser: argparse.ArgumentParser, *, without: str = "") -> None:
         help=f"KV cache of every layer: one that `axcore plugins` lists{without} (default: the caches of the model, "
         f"and contiguous in layers without one)",
     )
+    parser.add_argument(
+        "--mesh",
+        metavar="AXIS=SIZE[,...]",
+        help="devices over which the model and its caches are sharded, such as tensor=4 or expert=4,tensor=2; axes: "
+        "data, fsdp, expert and tensor, as in training (default: one device)",
+    )
     add_edits(parser, target=False)
+
+
+def chosen_layout(arguments: argparse.Namespace) -> Layout | None:
+    """The layout for `--mesh`, on the first devices, with the standard rules; None: a single device.
+
+    Raises:
+        AxcoreError: an axis or a size is not valid, or there are too few devices.
+    """
+    if arguments.mesh is None:
+        return None
+    shape: dict[str, int] = {}
+    for part in arguments.mesh.split(","):
+        axis, _, size = part.partition("=")
+        if axis not in AXES or axis in shape or not (size.isascii() and size.isdigit() and int(size) > 0):
+            raise AxcoreError(
+                f"--mesh {arguments.mesh}: {part!r} is not AXIS=SIZE with a new axis of {', '.join(AXES)} and a "
+                f"positive number of devices. Write it as in tensor=2 or expert=4,tensor=2"
+            )
+        shape[axis] = int(size)
+
+    import jax
+
+    from axcore.parallel import Mesh
+
+    count, devices = math.prod(shape.values()), jax.devices()
+    if count > len(devices):
+        remedy = f". Set the environment variable JAX_NUM_CPU_DEVICES={count}" if jax.default_backend() == "cpu" else ""
+        raise AxcoreError(
+            f"--mesh {arguments.mesh} requires {count} devices, but there are {len(devices)} ({devices[0].device_kind})"
+            f"{remedy}"
+        )
+    return Mesh(shape=shape).make(devices[:count])
 
 
 def add_speculation(parser: argparse.ArgumentParser) -> None:
@@ -86,11 +129,12 @@ def chosen_engine(arguments: argparse.Namespace) -> Engine.Config | None:
     return Engine.Config(cache=chosen_cache(arguments), max_len=arguments.max_len, **given)
 
 
-def loaded_model(arguments: argparse.Namespace, *, weights: bool = True) -> LoadedModel:
+def loaded_model(arguments: argparse.Namespace, *, weights: bool = True, layout: Layout | None = None) -> LoadedModel:
     """The model with its weights, and its tokenizer.
 
     Args:
         weights: whether a recipe without weights is an error. If not, they are random.
+        layout: how the weights are sharded.
     """
     from axcore.infer.loading import load_model
 
@@ -98,12 +142,12 @@ def loaded_model(arguments: argparse.Namespace, *, weights: bool = True) -> Load
     if is_folder(name):
         if arguments.edits:
             raise AxcoreError(_not_editable(name, arguments.edits))
-        return load_model(name, dtype=dtype, keep_caches=keep_caches)
+        return load_model(name, dtype=dtype, keep_caches=keep_caches, layout=layout)
     try:
         trainer = compose(name, arguments.edits)
     except PluginError as error:
         raise PluginError(f"{name!r} is not a model folder and cannot be composed as a recipe: {error}") from error
-    return load_model(trainer, name=name, dtype=dtype, keep_caches=keep_caches, weights=weights)
+    return load_model(trainer, name=name, dtype=dtype, keep_caches=keep_caches, weights=weights, layout=layout)
 
 
 def _not_editable(folder: str, edits: Sequence[tuple[str, str]]) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal
 
 from axcore.config import FiniteFloat, NonNegativeInt, PositiveInt
-from axcore.infer.requests import FinishReason, check_fields
+from axcore.infer.requests import FinishReason, Piece, Request, SamplingOptions, check_fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,14 +64,14 @@ class BeamSearch:
     """The beam search of one prompt, without the model.
 
     ```python
-    search = BeamSearch(options, end_ids)
+    search = BeamSearch(options, stop_token_ids)
     while search.unfinished:
         search.advance(most_likely(prompt + ids, search.num_candidates) for ids in search.unfinished)
     ```
 
     Args:
         options: the options.
-        end_ids: the tokens that end an output.
+        stop_token_ids: the tokens that end an output, those of the model among them.
 
     Attributes:
         unfinished: the tokens of each unfinished output, the most likely first; empty when the search has ended.
@@ -81,12 +81,12 @@ class BeamSearch:
             could displace tokens that continue an output.
     """
 
-    def __init__(self, options: BeamOptions, end_ids: Collection[int] = ()):
-        self._options, self._end_ids = options, frozenset(end_ids)
+    def __init__(self, options: BeamOptions, stop_token_ids: Collection[int] = ()):
+        self._options, self._stop_token_ids = options, frozenset(stop_token_ids)
         self.unfinished: list[tuple[int, ...]] = [()]
         self._logprobs = [0.0]
         self.finished: list[Beam] = []
-        self.num_candidates = options.num_beams + len(self._end_ids)
+        self.num_candidates = options.num_beams + len(self._stop_token_ids)
 
     def advance(self, candidates: Iterable[Sequence[tuple[int, float]]]) -> None:
         """Extends each unfinished output by a token.
@@ -103,10 +103,10 @@ class BeamSearch:
         extended.sort(key=lambda each: -each[0])  # stable, so equal ones keep the order of their beams and tokens
         is_last, going_on = length == self._options.max_tokens, []
         for rank, (logprob, ids) in enumerate(extended):
-            if ids[-1] not in self._end_ids and not is_last:
+            if ids[-1] not in self._stop_token_ids and not is_last:
                 going_on.append((logprob, ids))
             elif rank < most:
-                reason: FinishReason = "stop" if ids[-1] in self._end_ids else "length"
+                reason: FinishReason = "stop" if ids[-1] in self._stop_token_ids else "length"
                 self.finished.append(Beam(ids, "", logprob, self._score(logprob, length), reason))
         self.finished = sorted(self.finished, key=lambda beam: -beam.score)[:most]
         going_on = going_on[:most]
@@ -133,6 +133,48 @@ class BeamSearch:
 
     def _score(self, logprob: float, length: int) -> float:
         return logprob / length**self._options.length_penalty
+
+
+def beam_search(
+    generate: Callable[[list[Request]], list[Piece]],
+    prompts: Iterable[tuple[int, ...]],
+    options: BeamOptions,
+    stop_token_ids: Collection[int],
+    *,
+    adapter: str | None = None,
+) -> list[list[Beam]]:
+    """The outputs of each prompt that a beam search finds, the best first, without their texts.
+
+    Each step of the search is a request of one token after each unfinished output, those of all prompts together.
+
+    Args:
+        generate: returns the whole sample of each request, such as `Engine.generate`.
+        prompts: the token ids of each prompt.
+        options: the options.
+        stop_token_ids: see `BeamSearch`.
+        adapter: see `Request`.
+    """
+    searches = [(ids, BeamSearch(options, stop_token_ids)) for ids in prompts]
+    while running := [(ids, search) for ids, search in searches if search.unfinished]:
+        requests = [
+            Request(
+                ids + more,
+                SamplingOptions(temperature=0.0, max_tokens=1, logprobs=search.num_candidates),
+                adapter=adapter,
+            )
+            for ids, search in running
+            for more in search.unfinished
+        ]
+        found = iter(generate(requests))
+        for _, search in running:
+            search.advance([_top(next(found)) for _ in search.unfinished])
+    return [search.finished for _, search in searches]
+
+
+def _top(piece: Piece) -> tuple[tuple[int, float], ...]:
+    """The most likely tokens in place of the only token of a piece."""
+    assert piece.logprobs is not None, "the request asks for log-probabilities"
+    return piece.logprobs[0].top
 
 
 _REMEDIES = {

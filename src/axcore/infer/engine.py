@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence as Many
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 from jaxtyping import Float
@@ -14,68 +14,34 @@ from axcore import config
 from axcore.config import REQUIRED, AxcoreError, ConfigError, NonNegativeInt, PositiveInt
 from axcore.config.types import conforms
 from axcore.infer.adapters import Adapters
-from axcore.infer.beams import Beam, BeamOptions, BeamSearch
+from axcore.infer.beams import Beam, BeamOptions, beam_search
 from axcore.infer.buckets import Buckets
 from axcore.infer.decoder import Decoder
 from axcore.infer.embeddings import normalized
+from axcore.infer.engine_checks import check_config, checked_host_limits
 from axcore.infer.grammar import GrammarCompiler
 from axcore.infer.guide import Grammars, Guide
 from axcore.infer.handover import DeliverHandover, HandedOver, Handover, Prefill, model_identity
-from axcore.infer.host_pool import HostLimits
 from axcore.infer.loaded_adapters import LoadedAdapters
 from axcore.infer.loop import EngineLoop
-from axcore.infer.pages import PagePool, PageUsage
+from axcore.infer.pages import PagePool
 from axcore.infer.programs import Programs
 from axcore.infer.requests import Piece, Pooling, Request, SamplingOptions, TokenLogprob
+from axcore.infer.row_state import RowState, StateLayout
 from axcore.infer.runner import Runner
 from axcore.infer.sampling import Method
 from axcore.infer.scheduler import Scheduler, SchedulerLimits
 from axcore.infer.speculation import Drafter, Target, keeping_hidden_states
+from axcore.infer.stats import EngineStats
 from axcore.infer.streams import Deliver, Stream, pieces_of
 from axcore.infer.text import TextStream
-from axcore.infer.transfers import RowState, StateLayout, Transfers, host_limits
+from axcore.infer.transfers import Transfers
 from axcore.module import Layer
 from axcore.nn import ContiguousCache, KVCache
 from axcore.parallel import Layout
 
 if TYPE_CHECKING:
     from axcore.train.data.tokenizers import Tokenizer
-
-
-class EngineStats(NamedTuple):
-    """Counters of an engine.
-
-    Attributes:
-        running, waiting: samples with and without a row.
-        preempted: how often a sample lost its row to another.
-        steps: steps so far.
-        tokens: tokens sampled so far.
-        prompt_tokens: tokens of the prompts so far.
-        cached_tokens: those of them that were found in the cache.
-        draft_tokens: drafts that were verified so far.
-        accepted_tokens: those of them that the model samples, too.
-        compiled: programs compiled so far.
-        pages: the pages of the caches; None: they have none.
-        host_pages: the pages in host memory; None: there are none.
-        offloaded: how often the state of a preempted sample was copied to host memory, instead of being computed again.
-        bytes_to_host, bytes_to_device: decoding state that was copied so far.
-    """
-
-    running: int
-    waiting: int
-    preempted: int
-    steps: int
-    tokens: int
-    prompt_tokens: int
-    cached_tokens: int
-    draft_tokens: int
-    accepted_tokens: int
-    compiled: int
-    pages: PageUsage | None
-    host_pages: PageUsage | None = None
-    offloaded: int = 0
-    bytes_to_host: int = 0
-    bytes_to_device: int = 0
 
 
 class Engine(config.Configurable):
@@ -162,7 +128,7 @@ class Engine(config.Configurable):
             layout=layout,
             adapters=self._adapters,
         )
-        _check(cfg, decoder)
+        check_config(cfg, decoder, has_tokenizer=tokenizer is not None, has_draft_model=draft_model is not None)
         if cfg.speculation is not None and cfg.speculation.reads_hidden_states:
             decoder, state = keeping_hidden_states(decoder, state, model)
         self.config, self.tokenizer, self.eos_ids = cfg, tokenizer, tuple(eos_ids)
@@ -170,10 +136,6 @@ class Engine(config.Configurable):
         self._programs = Programs(decoder, params, state, vocab_size, adapters=self._adapters)
         self._loaded = LoadedAdapters(0 if cfg.adapters is None else cfg.adapters.max_adapters)
         self._drafter, num_drafts = None, 0
-        if cfg.speculation is None and draft_model is not None:
-            raise ConfigError(
-                "draft_model has no effect with engine.speculation=None. Set speculation=DraftModel.Config()"
-            )
         if cfg.speculation is not None:
             programs = self._programs
             target = Target(model, decoder, lambda: programs.state, programs.vocab_size, draft_model)
@@ -185,12 +147,10 @@ class Engine(config.Configurable):
             self._pool = PagePool(decoder.paging.num_pages, decoder.paging.page_size, shares_prefixes=shares)
         buckets = cfg.buckets(decoder)
         self._grammars = None
-        if cfg.grammars is not None:
-            if tokenizer is None:
-                raise ConfigError("engine.grammars requires a tokenizer. Give the engine one, or set grammars to None")
+        if cfg.grammars is not None and tokenizer is not None:
             self._grammars = Grammars(cfg.grammars, tokenizer, self.vocab_size, self.eos_ids)
         kept = StateLayout(decoder, state)
-        host = _host_limits(cfg, kept, shares_prefixes=self._pool is not None and self._pool.shares_prefixes)
+        host = checked_host_limits(cfg, kept, shares_prefixes=self._pool is not None and self._pool.shares_prefixes)
         self._transfers = Transfers(self._programs, kept, host)
         runner = Runner(self._programs, self._transfers, buckets, self.eos_ids, num_drafts)
         limits = SchedulerLimits(cfg.max_rows, cfg.max_len, cfg.step_tokens, chunk_multiple=buckets.part or 1)
@@ -232,12 +192,7 @@ class Engine(config.Configurable):
             waiting=scheduler.num_waiting + len(self._in_prefill),
             preempted=scheduler.num_preempted,
             offloaded=scheduler.host.num_offloaded,
-            steps=counters.steps,
-            tokens=counters.tokens,
-            prompt_tokens=counters.prompt_tokens,
-            cached_tokens=counters.cached_tokens,
-            draft_tokens=counters.draft_tokens,
-            accepted_tokens=counters.accepted_tokens,
+            **dataclasses.asdict(counters),
             compiled=self._programs.num_traced
             + self._transfers.programs.num_traced
             + (0 if self._drafter is None else self._drafter.num_traced),
@@ -484,20 +439,15 @@ class Engine(config.Configurable):
             ConfigError: a prompt is a text, and the engine has no tokenizer; or the vocabulary has fewer tokens than
                 `options.num_beams` and end tokens.
         """
-        end_ids = {*options.stop_token_ids, *(() if options.ignore_eos else self.eos_ids)}
-        searches = [(ids, BeamSearch(options, end_ids)) for ids in self._ids(prompts)]
-        longest = SamplingOptions(max_tokens=options.max_tokens, stop_token_ids=options.stop_token_ids)
-        for ids, _ in searches:
-            self.check(Request(ids, longest, adapter=adapter))
-        one = SamplingOptions(temperature=0.0, max_tokens=1, logprobs=options.num_beams + len(end_ids))
-        while running := [(ids, search) for ids, search in searches if search.unfinished]:
-            requests = [
-                Request(ids + more, one, adapter=adapter) for ids, search in running for more in search.unfinished
-            ]
-            found = iter(self.generate(requests))
-            for _, search in running:
-                search.advance([_top(next(found)) for _ in search.unfinished])
-        return [[self._with_text(ids, beam) for beam in search.finished] for ids, search in searches]
+        given = SamplingOptions(
+            max_tokens=options.max_tokens, stop_token_ids=options.stop_token_ids, ignore_eos=options.ignore_eos
+        )
+        rows = list(self._ids(prompts))
+        for ids in rows:
+            self.check(Request(ids, given, adapter=adapter))
+        stop_token_ids = given.all_stop_token_ids(self.eos_ids)
+        found = beam_search(self.generate, rows, options, stop_token_ids, adapter=adapter)
+        return [[self._with_text(ids, beam) for beam in beams] for ids, beams in zip(rows, found, strict=True)]
 
     def _with_text(self, prompt: tuple[int, ...], beam: Beam) -> Beam:
         if self.tokenizer is None:
@@ -596,74 +546,3 @@ class Engine(config.Configurable):
         It may be called from any thread, also more than once. In `deliver`, it does not wait for the end.
         """
         self._loop.close()
-
-
-def _top(piece: Piece) -> tuple[tuple[int, float], ...]:
-    """The most likely tokens in place of the only token of a piece."""
-    assert piece.logprobs is not None, "the request asks for log-probabilities"
-    return piece.logprobs[0].top
-
-
-def _check(cfg: Engine.Config, decoder: Decoder) -> None:
-    limit = min(decoder.recompute_above, default=cfg.max_len)
-    if cfg.max_len > limit and (cfg.max_rows > 1 or cfg.step_tokens < cfg.max_len):
-        raise ConfigError(
-            f"engine.max_len={cfg.max_len}: the keys of a row change when it passes {limit} tokens, so a longer prompt "
-            f"must be computed in one step. Set max_len to at most {limit}, or max_rows=1 and step_tokens={cfg.max_len}"
-        )
-    if cfg.prefix_caching and not decoder.shares_prefixes:
-        raise ConfigError(
-            "engine.prefix_caching=True requires pages in every layer that keeps decoding state, as in "
-            "axcore-paged-kv. Choose such a cache, or leave prefix_caching out"
-        )
-    if cfg.speculation is not None:
-        _check_speculation(cfg, cfg.speculation, decoder)
-
-
-def _check_speculation(cfg: Engine.Config, speculation: Drafter.Config, decoder: Decoder) -> None:
-    count = speculation.num_speculative_tokens
-    where = f"engine.speculation.num_speculative_tokens={count}"
-    if cfg.preemption == "offload" and speculation.reads_hidden_states:
-        raise ConfigError(
-            "engine.preemption='offload': engine.speculation reads the hidden states of all tokens, which a copy of "
-            "the decoding state lacks. Set preemption='recompute', or use another drafter"
-        )
-    if cfg.prefix_caching and speculation.reads_hidden_states:
-        raise ConfigError(
-            "engine.prefix_caching=True: engine.speculation reads the hidden states of all tokens, which pages lack. "
-            "Leave prefix_caching out, or use another drafter"
-        )
-    if decoder.max_rollback is not None and count > decoder.max_rollback:
-        remedy = (
-            "Set speculation=None, because its layers keep state that cannot be rolled back"
-            if decoder.max_rollback == 0
-            else "Reduce num_speculative_tokens, or use caches that keep more tokens, such as a ring with more spare"
-        )
-        raise ConfigError(
-            f"{where}: the model can drop at most {decoder.max_rollback} tokens of a row, such as rejected drafts. "
-            f"{remedy}"
-        )
-
-
-def _host_limits(cfg: Engine.Config, layout: StateLayout, *, shares_prefixes: bool) -> HostLimits:
-    """The number of pages and slots in host memory.
-
-    Raises:
-        ConfigError: it has no room or no use for any.
-    """
-    offloads = cfg.preemption == "offload"
-    if cfg.host_cache_bytes and not (offloads or shares_prefixes):
-        raise ConfigError(
-            f"engine.host_cache_bytes={cfg.host_cache_bytes} has no use, since the engine neither offloads preempted "
-            f"samples nor shares prefixes. Set preemption='offload', or host_cache_bytes=0"
-        )
-    limits = host_limits(layout, cfg.host_cache_bytes, max_rows=cfg.max_rows, offloads_preempted=offloads)
-    has_room = limits.num_slots != 0 and (limits.num_pages or not layout.pages)
-    if not has_room and (offloads or cfg.host_cache_bytes):
-        least = layout.page_bytes + (2 if layout.pages else 1) * layout.slot_bytes
-        raise ConfigError(
-            f"engine.host_cache_bytes={cfg.host_cache_bytes} has no room for decoding state, which takes "
-            f"{layout.page_bytes} bytes a page and {layout.slot_bytes} bytes a row. Set it to at least {least}, or "
-            f"preemption='recompute' and host_cache_bytes=0"
-        )
-    return limits

@@ -20,6 +20,7 @@ from axcore.infer.speculation import Drafter
 from axcore.module import Layer, Tree, functional
 from axcore.nn import KVCache
 from axcore.numerics import require_calibrated
+from axcore.parallel import Layout
 
 
 class Generator:
@@ -36,6 +37,7 @@ class Generator:
         cache: the KV cache, such as `ContiguousCache.Config()`. It limits prompt and sample together to `context`
             tokens. None: each new token recomputes the last `context` tokens, and the length is unlimited.
         eos_ids: tokens that end a sample.
+        layout: the mesh and rules of the engine; None: a single device. It requires a cache.
         speculation: what proposes drafts (see `Engine.Config`); requires a cache.
     """
 
@@ -47,12 +49,17 @@ class Generator:
         temperature: float = 1.0,
         cache: KVCache.Config | None = None,
         eos_ids: Collection[int] = (),
+        layout: Layout | None = None,
         speculation: Drafter.Config | None = None,
     ):
         if not temperature >= 0:
             raise AxcoreError(f"temperature must be 0 or more, not {temperature}")
         if context < 1:
             raise AxcoreError(f"context must be at least 1, not {context}")
+        if layout is not None and cache is None:
+            raise AxcoreError(
+                "layout requires a cache. Pass one, such as ContiguousCache.Config(), or leave out layout"
+            )
         if speculation is not None and cache is None:
             raise AxcoreError("speculation requires a cache, such as ContiguousCache.Config(), not None")
         require_calibrated(model)
@@ -69,7 +76,7 @@ class Generator:
             cfg = Engine.Config(
                 cache=cache, max_rows=1, max_len=context + 1, step_tokens=step_tokens, speculation=speculation
             )
-            self._engine = cfg.build(model, eos_ids=self._eos_ids)
+            self._engine = cfg.build(model, eos_ids=self._eos_ids, layout=layout)
             weakref.finalize(self, self._engine.close)
 
     def __call__(

@@ -28,17 +28,17 @@ class Guide:
 
     Args:
         matcher: a matcher that no other sample has.
-        end_ids: tokens without text that end the sample.
+        stop_token_ids: tokens without text that end the sample.
         vocab_size: the number of token ids.
 
     Attributes:
         failure: why the sample cannot continue; None: it can.
     """
 
-    def __init__(self, matcher: GrammarMatcher, end_ids: Iterable[int], vocab_size: int):
+    def __init__(self, matcher: GrammarMatcher, stop_token_ids: Iterable[int], vocab_size: int):
         self.failure: AxcoreError | None = None
         self._matcher = matcher
-        self._ends = _mask(end_ids, vocab_size)
+        self._ends = _mask(stop_token_ids, vocab_size)
 
     @property
     def has_ended(self) -> bool:
@@ -114,8 +114,7 @@ class Grammars:
         if options.grammar is None:
             return None
         self.warm_up()
-        ends = set() if options.ignore_eos else set(self._eos_ids)
-        ends.update(id for id in options.stop_token_ids if not self._tokens[id])
+        ends = [id for id in options.all_stop_token_ids(self._eos_ids) if not self._tokens[id]]
         return Guide(self._compiled(options.grammar).copy(), ends, self._vocab_size)
 
     def _compile(self, grammar: Grammar) -> GrammarMatcher:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pathlib
 from typing import NamedTuple
 
+import jax
+
 from axcore.config import AxcoreError, ConfigError, under
 from axcore.infer.engine import Engine
-from axcore.module import DTypes, Layer, Rngs, abstract
+from axcore.module import DTypes, Layer, Rngs, Tree, abstract, initializer
 from axcore.nn import without_caches
+from axcore.parallel import Layout
 from axcore.train.checkpoint.initial import FromRun, initial_arrays
 from axcore.train.checkpoint.model_folder import ModelFolder, flat, like
 from axcore.train.data.tokenizers import Tokenizer
@@ -29,6 +32,7 @@ def load_model(
     dtype: str | None = None,
     keep_caches: bool = True,
     weights: bool = True,
+    layout: Layout | None = None,
 ) -> LoadedModel:
     """Loads a model for inference.
 
@@ -39,6 +43,7 @@ def load_model(
         dtype: dtype of parameters and activations; None: the model's.
         keep_caches: whether layers keep the KV caches that the config chooses. If not, every cache slot is empty.
         weights: whether `source` must have weights. If not, those of a recipe without are random.
+        layout: how the weights are sharded as they are loaded; None: they are on the default device.
 
     Raises:
         AxcoreError: `source` is not a model folder, has no weights or no tokenizer, or `dtype` is not a float dtype.
@@ -67,15 +72,35 @@ def load_model(
         cfg = cfg.set(dtypes=DTypes(param=dtype, compute=dtype).over(own))
     if not keep_caches:
         cfg = without_caches(cfg)
-    if initial is None:
-        return LoadedModel(cfg.build(rngs=Rngs(0)), built)
     fn, params, state = abstract(cfg, "model")
+    if layout is not None:
+        params, state = _sharded(params, layout, fn.axes), _sharded(state, layout, fn.state_axes)
+    if initial is None and layout is None:
+        return LoadedModel(cfg.build(rngs=Rngs(0)), built)
+    if initial is None:
+        shardings = jax.tree.map(lambda form: form.sharding, (params, state))
+        params, state = jax.jit(initializer(cfg), out_shardings=shardings)(jax.random.key(0))
+        return LoadedModel(fn.bind(params, state), built)
     loaded = initial_arrays(initial, cfg, flat(params), flat(state), 0)
     model = fn.bind(like(params, loaded), like(state, loaded))
     return LoadedModel(model, built)
 
 
-def load_engine(source: str | pathlib.Path | Trainer.Config, cfg: Engine.Config, *, dtype: str | None = None) -> Engine:
+def _sharded(forms: Tree, layout: Layout, axes: Tree) -> Tree:
+    """The shapes of some arrays with their shardings."""
+    shardings = layout.shardings(forms, axes)
+    return jax.tree.map(
+        lambda form, sharding: jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=sharding), forms, shardings
+    )
+
+
+def load_engine(
+    source: str | pathlib.Path | Trainer.Config,
+    cfg: Engine.Config,
+    *,
+    dtype: str | None = None,
+    layout: Layout | None = None,
+) -> Engine:
     """An engine with the model and the tokenizer of `source`.
 
     ```python
@@ -86,7 +111,8 @@ def load_engine(source: str | pathlib.Path | Trainer.Config, cfg: Engine.Config,
     Args:
         source, dtype: see `load_model`.
         cfg: the config of the engine.
+        layout: the mesh and rules of weights and caches; None: a single device.
     """
-    model, tokenizer = load_model(source, dtype=dtype)
-    built: Engine = cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids)
+    model, tokenizer = load_model(source, dtype=dtype, layout=layout)
+    built: Engine = cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids, layout=layout)
     return built

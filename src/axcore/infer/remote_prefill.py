@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from axcore.config import AxcoreError, ConfigError
+from axcore.infer.grammar import Grammar
 from axcore.infer.handover import DeliverHandover, Handover, Prefill
 from axcore.infer.handover_file import read_handover, write_handover
 from axcore.infer.requests import Piece, Request, SamplingOptions
@@ -191,4 +192,5 @@ def _unpacked(fields: dict[str, Any]) -> Request:
     options = dict(fields["options"])
     options |= {name: tuple(options[name]) for name in ("stop", "stop_token_ids")}
     options["logit_bias"] = {int(token): value for token, value in options["logit_bias"]}
+    options["grammar"] = None if options["grammar"] is None else Grammar(**options["grammar"])
     return Request(**fields | {"ids": tuple(fields["ids"]), "options": SamplingOptions(**options)})

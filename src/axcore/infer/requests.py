@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 import numpy as np
@@ -87,6 +87,10 @@ class SamplingOptions:
                 f"sampling.min_tokens={self.min_tokens} must be at most sampling.max_tokens={self.max_tokens}. "
                 f"Reduce min_tokens or raise max_tokens"
             )
+
+    def all_stop_token_ids(self, eos_ids: Iterable[int]) -> frozenset[int]:
+        """The tokens that end a sample: `stop_token_ids` and, unless `ignore_eos`, those of the model."""
+        return frozenset(self.stop_token_ids).union(() if self.ignore_eos else eos_ids)
 
     def check(self, vocab_size: int) -> None:
         """Checks the token ids against the vocabulary.

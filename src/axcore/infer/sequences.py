@@ -70,9 +70,7 @@ class Sequence:
         self.is_exported = self.needs_last_token = False
         self.finish_reason: FinishReason | None = None
         self.adapter: LoadedAdapter | None = None
-        self._stop_token_ids = frozenset(request.options.stop_token_ids).union(
-            () if request.options.ignore_eos else eos_ids
-        )
+        self._stop_token_ids = request.options.all_stop_token_ids(eos_ids)
 
     @property
     def output(self) -> list[int]:

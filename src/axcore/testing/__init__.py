@@ -13,7 +13,7 @@ from axcore.testing.kernel import KernelSuite  # noqa: E402
 from axcore.testing.kernel_requests import RequestSuite, training_request  # noqa: E402
 from axcore.testing.kv_cache import KVCacheSuite  # noqa: E402
 from axcore.testing.layer import LayerSuite  # noqa: E402
-from axcore.testing.models import tiny_batch, tiny_model  # noqa: E402
+from axcore.testing.models import shrunk, tiny_batch, tiny_model  # noqa: E402
 from axcore.testing.numerics import NumericsSuite  # noqa: E402
 from axcore.testing.offer import OfferSuite  # noqa: E402
 from axcore.testing.optimizer import OptimizerSuite  # noqa: E402
@@ -34,6 +34,7 @@ __all__ = [
     "ParallelismSuite",
     "RecipeSuite",
     "RequestSuite",
+    "shrunk",
     "tiny_batch",
     "tiny_model",
     "training_request",

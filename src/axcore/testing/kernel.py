@@ -14,6 +14,7 @@ import pytest
 import axcore as ax
 from axcore import nn
 from axcore.config import Config
+from axcore.infer import Engine
 from axcore.module import Rngs
 from axcore.nn import KernelRequest, attend_in_parts, refusal
 from axcore.nn.attention.sharded import readable
@@ -33,6 +34,7 @@ from axcore.testing.attention_cases import (
 )
 from axcore.testing.attention_views import VIEWS
 from axcore.testing.devices import steps
+from axcore.testing.engine import check_logprobs
 from axcore.testing.models import loss_and_grads, tiny_batch, tiny_model
 from axcore.testing.offer import OfferSuite, offered_config
 
@@ -258,6 +260,23 @@ class KernelSuite(OfferSuite):
         for path, update in one["updates"].items():
             atol = 1e-6 + (50 * ROUNDING[self.dtypes[0]] + 3e-4) * np.abs(update).max()
             np.testing.assert_allclose(eight["updates"][path], update, rtol=0, atol=atol, err_msg=path)
+
+    def test_an_engine_gives_the_log_probabilities_of_training(self) -> None:
+        """Trained with the reference kernel. Calls of the engine that the kernel does not support run that kernel."""
+        if "decoding" in self.lacks:
+            pytest.skip("lacks contains decoding")
+        self._runnable(CASES["rows at different positions"])
+        dtype = self.dtypes[0]
+        trained = ax.select(self.model(), "embedding").set(init=nn.Normal(stddev=1.0))
+        trained = trained.set(dtypes=ax.DTypes(compute=dtype))
+        kernel = offered_config(self)
+        assert isinstance(kernel, nn.AttentionKernel.Config)
+        order = nn.ChooseKernel.Config(order=(kernel, nn.ReferenceKernel.Config()))
+        decoded = ax.select(trained, nn.Attention).put(kernel=order)
+        cfg = Engine.Config(max_len=24, max_rows=2, step_tokens=16)
+        models = [each.build(rngs=Rngs(0)) for each in (decoded, trained)]
+        bound = 2e-5 + 100 * ROUNDING[dtype]
+        check_logprobs(models[0], cfg, trained=models[1], bound=bound, lengths=(18, 3), max_tokens=4)
 
     def _check_heads(self, dtype: str, found: jax.Array, expected: Expected, errors: float = ERRORS) -> None:
         assert (found.dtype, found.shape) == (jnp.dtype(dtype), expected.heads.shape)

@@ -16,11 +16,12 @@ from jax.typing import ArrayLike
 import axcore as ax
 from axcore import nn
 from axcore.config import Config, has_field
-from axcore.infer import Decoder, Step, generate
+from axcore.infer import Decoder, Engine, Step, generate
 from axcore.module import Layer, Rngs, Tree, abstract, functional
 from axcore.nn import Attention, Causal, LatentAttention, Mask, Normal, SameSegment, SlidingWindow, for_decoding
 from axcore.plugin import KVCacheOffer
 from axcore.testing.attention_cases import Slopes
+from axcore.testing.engine import check_logprobs
 from axcore.testing.models import VOCAB_SIZE, by_path, tiny_model
 from axcore.testing.offer import OfferSuite, offered_config
 
@@ -232,6 +233,14 @@ class KVCacheSuite(OfferSuite):
         found = greedy(cache=self._cache())
         count = len(found) if self.keeps is None else max(self.keeps - 3, 0)  # the first token follows 4 tokens
         assert found[:count].tolist() == greedy()[:count].tolist()
+
+    def test_an_engine_gives_the_log_probabilities_of_training(self) -> None:
+        """Prompts in chunks, and two rows of different lengths that decode together."""
+        if self.keeps is not None:
+            pytest.skip("the cache drops visible keys")
+        size = self.max_len
+        cfg = Engine.Config(cache=self._cache(), max_len=size, max_rows=2, step_tokens=size // 2)
+        check_logprobs(self._model(), cfg, bound=2 * self.exact, lengths=(size // 2 + 1, 2), max_tokens=size // 3)
 
     def _check(
         self,

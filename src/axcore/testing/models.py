@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from axcore.config import Config
-from axcore.module import Functional, Rngs, Tree, functional
-from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TransformerLayer
+from axcore.config import Config, has_field
+from axcore.config.tree import transform
+from axcore.module import DTypes, Functional, Rngs, Tree, functional
+from axcore.nn import Attention, CausalLM, FeedForward, Normal, Repeat, SlidingWindow, TransformerLayer
 from axcore.train import CrossEntropy, Objective
 
 VOCAB_SIZE = 32
@@ -26,6 +27,32 @@ def tiny_model() -> CausalLM.Config:
         attention=Attention.Config(num_heads=4, num_kv_heads=2), ffn=FeedForward.Config(hidden_dim=24)
     )
     return CausalLM.Config(vocab_size=VOCAB_SIZE, dim=16, decoder=Repeat.Config(num_layers=2, layers=layer))
+
+
+_SIZES = {
+    **{"vocab_size": 48, "dim": 32, "hidden_dim": 24, "num_layers": 1, "num_experts": 8, "top_k": 4},
+    **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8, "absorb_up_to": 4},
+    **{"q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4},
+}
+
+
+def shrunk[C: Config](cfg: C) -> C:
+    """A model of the same structure in float32, with the sizes of a test. Windows have at most 6 tokens, a `Repeat`
+    has one layer or group, and weights are large enough for logits that differ."""
+
+    def small(_: str, node: Config) -> Config:
+        found = {name: getattr(node, name) for name in _SIZES if has_field(node, name)}
+        values = {name: min(value, _SIZES[name]) for name, value in found.items() if isinstance(value, int)}
+        if isinstance(node, Normal):
+            return node.set(stddev=0.2)
+        if isinstance(node, SlidingWindow):
+            return node.set(size=min(node.size, 6))
+        if has_field(node, "dtypes"):
+            return node.set(**values, dtypes=DTypes() if getattr(node, "dtypes", None) is not None else None)
+        return node.set(**values) if values else node
+
+    small_cfg: C = transform(cfg, small)
+    return small_cfg
 
 
 def tiny_batch(rows: int = 2, seq: int = 8) -> Batch:

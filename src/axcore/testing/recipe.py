@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from axcore.config import Config, content_hash
-from axcore.module import abstract
+from axcore.infer import Engine
+from axcore.module import Rngs, abstract
 from axcore.nn import CausalLM
 from axcore.plugin import Recipe, recipe
 from axcore.testing.causality import check_causality
-from axcore.testing.models import Batch, by_path, loss_and_grads
+from axcore.testing.engine import check_logprobs
+from axcore.testing.models import Batch, by_path, loss_and_grads, shrunk
 from axcore.testing.offer import OfferSuite
 from axcore.train import Trainer
 from axcore.train.checkpoint.model_folder import write_config
@@ -86,6 +88,13 @@ class RecipeSuite(OfferSuite):
             pytest.skip("causal is False")
         small = self.shrink(self._trainer().model)
         check_causality(small, self._batch(small)["inputs"], cast(CausalLM.Config, small).vocab_size)
+
+    def test_an_engine_gives_the_log_probabilities_of_training(self) -> None:
+        """The sizes of the model are those of `shrunk`."""
+        if not self.causal:
+            pytest.skip("causal is False")
+        small = shrunk(self._trainer().model)
+        check_logprobs(small.build(rngs=Rngs(0)), Engine.Config(max_len=32, max_rows=2, step_tokens=16))
 
     def _trainer(self) -> Trainer.Config:
         cfg = self.config()

@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
 
     import jax
 
-    from axcore.cli.model import chosen_cache, chosen_drafter, loaded_model
+    from axcore.cli.model import chosen_cache, chosen_drafter, chosen_layout, loaded_model
     from axcore.infer import Adapters, Engine
     from axcore_serve.app import Service
     from axcore_serve.gate import Limits
@@ -106,7 +106,8 @@ def main(arguments: Sequence[str]) -> int:
     from axcore_serve.templates import ChatTemplate
 
     with listening(given.host, given.port) as listener:
-        model, tokenizer = loaded_model(given)
+        layout = chosen_layout(given)
+        model, tokenizer = loaded_model(given, layout=layout)
         text = text if text is not None else tokenizer.chat_template
         template = None if text is None else ChatTemplate(text, tokenizer.special_tokens)
         limits = Limits(
@@ -127,7 +128,7 @@ def main(arguments: Sequence[str]) -> int:
             speculation=chosen_drafter(given),
             adapters=None if room is None else cast(Adapters.Config, offered(AdaptersOffer, room)),
         )
-        with cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids) as engine:
+        with cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids, layout=layout) as engine:
             for each, folder in adapters.items():
                 engine.load_adapter(each, folder)
             if not given.no_warm_up:

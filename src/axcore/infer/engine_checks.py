@@ -1,0 +1,98 @@
+"""Checks of the config of an engine against its model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from axcore.config import ConfigError
+from axcore.infer.decoder import Decoder
+from axcore.infer.host_pool import HostLimits
+from axcore.infer.row_state import StateLayout, host_limits
+from axcore.infer.speculation import Drafter
+
+if TYPE_CHECKING:
+    from axcore.infer.engine import Engine
+
+
+def check_config(cfg: Engine.Config, decoder: Decoder, *, has_tokenizer: bool, has_draft_model: bool) -> None:
+    """Checks the config of an engine against its model.
+
+    Args:
+        cfg: the config.
+        decoder: the model with its decoding state.
+        has_tokenizer, has_draft_model: whether the engine was given one.
+
+    Raises:
+        ConfigError: a field does not suit the model, the tokenizer or the draft model.
+    """
+    if cfg.grammars is not None and not has_tokenizer:
+        raise ConfigError("engine.grammars requires a tokenizer. Give the engine one, or set grammars to None")
+    if cfg.speculation is None and has_draft_model:
+        raise ConfigError("draft_model has no effect with engine.speculation=None. Set speculation=DraftModel.Config()")
+    limit = min(decoder.recompute_above, default=cfg.max_len)
+    if cfg.max_len > limit and (cfg.max_rows > 1 or cfg.step_tokens < cfg.max_len):
+        raise ConfigError(
+            f"engine.max_len={cfg.max_len}: the keys of a row change when it passes {limit} tokens, so a longer prompt "
+            f"must be computed in one step. Set max_len to at most {limit}, or max_rows=1 and step_tokens={cfg.max_len}"
+        )
+    if cfg.prefix_caching and not decoder.shares_prefixes:
+        raise ConfigError(
+            "engine.prefix_caching=True requires pages in every layer that keeps decoding state, as in "
+            "axcore-paged-kv. Choose such a cache, or leave prefix_caching out"
+        )
+    if cfg.speculation is not None:
+        _check_speculation(cfg, cfg.speculation, decoder)
+
+
+def _check_speculation(cfg: Engine.Config, speculation: Drafter.Config, decoder: Decoder) -> None:
+    count = speculation.num_speculative_tokens
+    where = f"engine.speculation.num_speculative_tokens={count}"
+    if cfg.preemption == "offload" and speculation.reads_hidden_states:
+        raise ConfigError(
+            "engine.preemption='offload': engine.speculation reads the hidden states of all tokens, which a copy of "
+            "the decoding state lacks. Set preemption='recompute', or use another drafter"
+        )
+    if cfg.prefix_caching and speculation.reads_hidden_states:
+        raise ConfigError(
+            "engine.prefix_caching=True: engine.speculation reads the hidden states of all tokens, which pages lack. "
+            "Leave prefix_caching out, or use another drafter"
+        )
+    if decoder.max_rollback is not None and count > decoder.max_rollback:
+        remedy = (
+            "Set speculation=None, because its layers keep state that cannot be rolled back"
+            if decoder.max_rollback == 0
+            else "Reduce num_speculative_tokens, or use caches that keep more tokens, such as a ring with more spare"
+        )
+        raise ConfigError(
+            f"{where}: the model can drop at most {decoder.max_rollback} tokens of a row, such as rejected drafts. "
+            f"{remedy}"
+        )
+
+
+def checked_host_limits(cfg: Engine.Config, layout: StateLayout, *, shares_prefixes: bool) -> HostLimits:
+    """The number of pages and slots in host memory.
+
+    Args:
+        cfg: the config.
+        layout: the arrays of the decoding state.
+        shares_prefixes: whether prompts share pages.
+
+    Raises:
+        ConfigError: `cfg.host_cache_bytes` has no room or no use for any.
+    """
+    offloads = cfg.preemption == "offload"
+    if cfg.host_cache_bytes and not (offloads or shares_prefixes):
+        raise ConfigError(
+            f"engine.host_cache_bytes={cfg.host_cache_bytes} has no use, since the engine neither offloads preempted "
+            f"samples nor shares prefixes. Set preemption='offload', or host_cache_bytes=0"
+        )
+    limits = host_limits(layout, cfg.host_cache_bytes, max_rows=cfg.max_rows, offloads_preempted=offloads)
+    has_room = limits.num_slots != 0 and (limits.num_pages or not layout.pages)
+    if not has_room and (offloads or cfg.host_cache_bytes):
+        least = layout.page_bytes + (2 if layout.pages else 1) * layout.slot_bytes
+        raise ConfigError(
+            f"engine.host_cache_bytes={cfg.host_cache_bytes} has no room for decoding state, which takes "
+            f"{layout.page_bytes} bytes a page and {layout.slot_bytes} bytes a row. Set it to at least {least}, or "
+            f"preemption='recompute' and host_cache_bytes=0"
+        )
+    return limits
