@@ -140,7 +140,8 @@ class Engine(config.Configurable):
             programs = self._programs
             target = Target(model, decoder, lambda: programs.state, programs.vocab_size, draft_model)
             self._drafter = cfg.speculation.build(target)
-            num_drafts = cfg.speculation.num_speculative_tokens
+            # A row of max_len tokens has a last token and drafts, and samples a token after them.
+            num_drafts = min(cfg.speculation.num_speculative_tokens, cfg.max_len - 2)
         self._pool = None
         if decoder.paging is not None:
             shares = decoder.shares_prefixes and cfg.prefix_caching is not False
