@@ -138,6 +138,8 @@ class Decoder:
             pages, whichever row computed them. Otherwise it starts after tokens of its slot.
         max_rollback: the largest number of tokens that a step may roll back; None: any number. It is the smallest
             `max_rollback` of the configs of layers with decoding state, and 0 if one of them has no such attribute.
+        least_rollback_in: the path of the first layer with that `max_rollback`; empty if it is None.
+        unpaged: the paths of layers with decoding state that is not in pages.
         bytes_per_token: bytes of one token in the paged caches of all layers, on all devices together; 0 without
             pages.
         has_hidden_states: whether the model has a layer `norm` before its head, as `for_hidden_states` requires.
@@ -154,6 +156,8 @@ class Decoder:
     bytes_per_token: int = 0
     max_rollback: int | None = None
     has_hidden_states: bool = True
+    least_rollback_in: str = ""
+    unpaged: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -215,7 +219,7 @@ class Decoder:
         params = _those_of(fn.axes, params)
         if layout is not None:
             params = jax.device_put(params, layout.shardings(params, fn.axes))
-            state = jax.device_put(state, layout.shardings(state, axes))
+            state = jax.device_put(state, state_shardings(layout, state, axes))
         params = by_columns(cfg, params)
         return cls._of(fn, axes, cfg, params, state, batch_size, max_len, layout), params, state
 
@@ -248,19 +252,23 @@ class Decoder:
         cfg = for_decoding(cfg, batch_size=batch_size, max_len=max_len, cache=cache)
         fn, params, held = abstract(cfg)
         state = {"lengths": jax.ShapeDtypeStruct((batch_size,), jnp.int32), "model": held}
-        decoder = cls._of(fn, _state_axes(fn, state, layout), cfg, params, state, batch_size, max_len, layout)
+        decoder = cls._of(fn, _state_axes(fn), cfg, params, state, batch_size, max_len, layout)
         if layout is None:
             return decoder, params, state
 
-        def placed(arrays: Tree, axes: Tree) -> Tree:
-            shardings = layout.shardings(arrays, axes)
+        def placed(arrays: Tree, shardings: Tree) -> Tree:
             return jax.tree.map(
                 lambda array, sharding: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding),
                 arrays,
                 shardings,
             )
 
-        return decoder, by_columns(cfg, placed(params, fn.axes)), placed(state, decoder.state_axes)
+        placed_params = placed(params, layout.shardings(params, fn.axes))
+        return (
+            decoder,
+            by_columns(cfg, placed_params),
+            placed(state, state_shardings(layout, state, decoder.state_axes)),
+        )
 
     @classmethod
     def _of(
@@ -280,10 +288,14 @@ class Decoder:
         limits = tuple(sorted({each for _, node in walk(cfg) if (each := getattr(node, "recompute_above", None))}))
         paging = _paging(cfg)
         model = fn.bind(params, state["model"])
-        kept = [node for _, node in nnx.iter_graph(model) if isinstance(node, DecodingState)]
-        paged = [each for each in kept if "page" in each.get_metadata()["axes"]]
-        shares = paging is not None and len(paged) == len(kept) and not limits
+        kept = _layers_with_state(model)
+        paged = [each for _, states in kept.values() for each in states if _is_paged(each)]
+        unpaged = tuple(path for path, (_, states) in kept.items() if not all(map(_is_paged, states)))
+        shares = paging is not None and not unpaged and not limits
         num_bytes = sum(each.whole.size * each.whole.dtype.itemsize for each in paged)
+        rollback = {path: getattr(layer.config, "max_rollback", 0) for path, (layer, _) in kept.items()}
+        limited = {path: most for path, most in rollback.items() if most is not None}
+        least = min(limited, key=limited.__getitem__, default="")
         per_token = 0 if paging is None else num_bytes // (paging.num_pages * paging.page_size)
         has_hidden_states = isinstance(getattr(model, "norm", None), Layer)
         return cls(
@@ -296,8 +308,10 @@ class Decoder:
             paging,
             shares,
             per_token,
-            _max_rollback(model),
+            limited.get(least),
             has_hidden_states,
+            least,
+            unpaged,
         )
 
     @overload
@@ -343,7 +357,7 @@ class Decoder:
         would compile again and could not use the donated memory."""
         if self.layout is None:
             return state
-        placed: Tree = jax.lax.with_sharding_constraint(state, self.layout.shardings(state, self.state_axes))
+        placed: Tree = jax.lax.with_sharding_constraint(state, state_shardings(self.layout, state, self.state_axes))
         return placed
 
     def _block(self, step: Step, held: Int[Array, " slots"]) -> tuple[_Block, Int[Array, " slots"]]:
@@ -475,13 +489,18 @@ class Decoder:
         return table.astype(jnp.int32)
 
 
-def _max_rollback(model: nnx.Module) -> int | None:
-    """The largest number of tokens that all decoding state of a model can roll back; None: any number."""
-    keeping = [
-        each for _, each in nnx.iter_modules(model) if any(isinstance(x, DecodingState) for x in vars(each).values())
-    ]
-    found = [getattr(each.config, "max_rollback", 0) for each in keeping if isinstance(each, Layer)]
-    return min((each for each in found if each is not None), default=None)
+def _layers_with_state(model: nnx.Module) -> dict[str, tuple[Layer, list[DecodingState]]]:
+    """The layers of a model that keep decoding state, and that state, by path."""
+    found = {}
+    for path, each in nnx.iter_modules(model):
+        states = [value for value in vars(each).values() if isinstance(value, DecodingState)]
+        if states and isinstance(each, Layer):
+            found[".".join(map(str, ("model", *path)))] = (each, states)
+    return found
+
+
+def _is_paged(state: DecodingState) -> bool:
+    return "page" in state.get_metadata()["axes"]
 
 
 def _adapters_of_tokens(steps: Sequence[Step]) -> list[Int[Array, "batch width"]] | None:
@@ -522,12 +541,20 @@ def _paging(cfg: Config) -> Paging | None:
     return wanted
 
 
-def _state_axes(fn: Functional, state: Tree, layout: Layout | None) -> Tree:
-    """The logical axes of the state. Rows and kv heads are replicated if their number is not a multiple of the number
-    of devices, as in a decoder of one row or with few kv heads."""
-    axes = {"lengths": ("batch",), "model": fn.state_axes}
-    if layout is None:
-        return axes
+def _state_axes(fn: Functional) -> Tree:
+    """The logical axes of the state."""
+    return {"lengths": ("batch",), "model": fn.state_axes}
+
+
+def state_shardings(layout: Layout, state: Tree, axes: Tree) -> Tree:
+    """The sharding of each array of the decoding state. Rows and kv heads are replicated if their number is not a
+    multiple of the number of devices, as in a decoder of one row or with few kv heads.
+
+    Args:
+        layout: the mesh and rules.
+        state: the arrays or their shapes.
+        axes: the logical axes of each array.
+    """
 
     def fitting(array: jax.Array | jax.ShapeDtypeStruct, names: tuple[str | None, ...]) -> tuple[str | None, ...]:
         pairs = zip(names, array.shape, layout.spec(names), strict=True)
@@ -535,7 +562,7 @@ def _state_axes(fn: Functional, state: Tree, layout: Layout | None) -> Tree:
             None if name in ("batch", "kv_head") and size % layout.size_of(at) else name for name, size, at in pairs
         )
 
-    return jax.tree.map(fitting, state, axes)
+    return layout.shardings(state, jax.tree.map(fitting, state, axes))
 
 
 def _empty(cfg: Config, name: str, batch_size: int, layout: Layout | None) -> tuple[Functional, Tree, Tree]:
@@ -556,10 +583,10 @@ def _empty(cfg: Config, name: str, batch_size: int, layout: Layout | None) -> tu
     key = jax.random.key(0)
     if layout is None:
         state = jax.jit(empty)(key)
-        return built[0], _state_axes(built[0], state, None), state
+        return built[0], _state_axes(built[0]), state
     shapes = jax.eval_shape(empty, key)
-    axes = _state_axes(built[0], shapes, layout)
-    return built[0], axes, jax.jit(empty, out_shardings=layout.shardings(shapes, axes))(key)
+    axes = _state_axes(built[0])
+    return built[0], axes, jax.jit(empty, out_shardings=state_shardings(layout, shapes, axes))(key)
 
 
 def _those_of(wanted: Tree, params: Tree) -> Tree:

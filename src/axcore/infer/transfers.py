@@ -14,7 +14,7 @@ from jaxtyping import Array, Shaped
 
 from axcore.config import ConfigError
 from axcore.infer.buckets import bucket
-from axcore.infer.decoder import Decoder
+from axcore.infer.decoder import Decoder, state_shardings
 from axcore.infer.host_pool import HostLimits
 from axcore.infer.programs import Programs
 from axcore.infer.sequences import Transfer
@@ -154,8 +154,9 @@ def _block_sharding(
         return sharding
     block = jax.ShapeDtypeStruct((1, *_without(array, axis).shape), array.dtype)
     names = (None, *names[:axis], *names[axis + 1 :])
-    found: Sharding = decoder.layout.shardings({"model": {path: block}}, {"model": {path: names}})["model"][path]
-    return found
+    found = state_shardings(decoder.layout, {"model": {path: block}}, {"model": {path: names}})
+    sharding = found["model"][path]
+    return sharding
 
 
 def _without(array: Array, axis: int) -> jax.ShapeDtypeStruct:
