@@ -31,7 +31,7 @@ from axcore.infer import (
 )
 from axcore.infer.handover import model_identity
 from axcore.infer.requests import Piece, SamplingOptions, TokenLogprob
-from axcore.infer.transfers import RowState
+from axcore.infer.row_state import RowState
 from axcore.parallel import Mesh
 from axcore.testing.devices import on_devices
 from axcore.train.data import ByteTokenizer

@@ -60,12 +60,13 @@ def calls(monkeypatch):
     """The number of rows that decode, and of sequences whose prompts are computed, of each call of a model."""
     counted, logits = [], Programs.logits
 
-    def count(self, decode, prefill, *args, **kwargs):
+    def count(self, call):
         blocks = [
-            set() if each is None else set(each.ints[each.ints[:, 1] > 0, 2].tolist()) for each in (decode, prefill)
+            set() if each is None else set(each.ints[each.ints[:, 1] > 0, 2].tolist())
+            for each in (call.decode, call.prefill)
         ]
         counted.append(tuple(map(len, blocks)))
-        return logits(self, decode, prefill, *args, **kwargs)
+        return logits(self, call)
 
     monkeypatch.setattr(Programs, "logits", count)
     return counted

@@ -10,7 +10,8 @@ from axcore.config import AxcoreError, ConfigError
 from axcore.infer import Engine, Request
 from axcore.infer.decoder import Decoder
 from axcore.infer.programs import Programs
-from axcore.infer.transfers import PAGES_PER_CALL, StateLayout, StatePrograms, host_limits
+from axcore.infer.row_state import StateLayout, host_limits
+from axcore.infer.transfers import PAGES_PER_CALL, StatePrograms
 from axcore.parallel import Mesh
 from axcore.testing.devices import on_devices
 

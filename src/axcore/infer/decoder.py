@@ -11,20 +11,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int
 
 from axcore.config import Config, ConfigError, walk
 from axcore.infer.adapters import Adapters
-from axcore.module import DecodingState, Functional, Layer, Rngs, Tree, abstract, functional
+from axcore.infer.decoding_model import (
+    empty_state,
+    is_paged,
+    layers_with_state,
+    merged,
+    paging_of,
+    pruned,
+    state_axes,
+    state_shardings,
+)
+from axcore.infer.step import Step
+from axcore.module import DecodingState, Functional, Layer, Tree, abstract, functional
 from axcore.nn import (
     ADAPTERS,
     CachedBlocks,
     CachedRows,
     KVCache,
     Paging,
-    Phase,
     TokenInfo,
-    by_columns,
+    column_major,
     for_decoding,
     fused,
     unstack_arrays,
@@ -33,66 +43,6 @@ from axcore.nn import (
 from axcore.nn.attention.heads import check_heads
 from axcore.numerics import require_calibrated
 from axcore.parallel import Layout
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """New tokens for some rows of the decoding state.
-
-    The tokens of a row may be a prompt, a chunk of a prompt, a single token, or several draft tokens to verify. To roll
-    back, start the next step at an earlier position: cached tokens from this position on are dropped.
-
-    Attributes:
-        ids: the new tokens of each row, padded at the end.
-        start: the position of the first new token in its row; 0 restarts the row.
-        lengths: the number of new tokens in each row, without padding; None: the width.
-        slots: the slot of each row in the state. None: row i uses slot i, and every slot has a row. No slot has two
-            rows, unless the decoder `shares_prefixes` and the step has page tables: then consecutive parts of one
-            prompt may be rows of one step.
-        logits_at: the tokens of each row whose logits are computed, as indices into the width; None: all tokens.
-        adapters: the slot of the adapter of each row, -1 for none; None: no row has an adapter (see `Adapters`).
-        pages: the pages of each row, in order, for paged caches; `Paging.num_pages` marks an unused entry. None: each
-            slot has its own pages, which requires a pool with room for every slot.
-        phase: `prefill` or `decode`; None: `decode` if the width is 1, otherwise `prefill`.
-
-    Raises:
-        ConfigError: the shapes or dtypes do not match the annotations.
-    """
-
-    ids: Int[Array, "batch width"]
-    start: Int[Array, " batch"]
-    lengths: Int[Array, " batch"] | None = None
-    slots: Int[Array, " batch"] | None = None
-    logits_at: Int[Array, "batch logits"] | None = None
-    pages: Int[Array, "batch pages_per_row"] | None = None
-    adapters: Int[Array, " batch"] | None = None
-    phase: Phase | None = dataclasses.field(default=None, metadata={"static": True})
-
-    def __post_init__(self) -> None:
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "phase"}
-        arrays = {name: array for name, array in given.items() if array is not None}
-        if self.phase not in (None, "prefill", "decode"):
-            raise ConfigError(f"Step.phase must be 'prefill', 'decode' or None, not {self.phase!r}")
-        for name, array in arrays.items():
-            if isinstance(array, int | float | list):
-                raise ConfigError(f"Step.{name} must be an array, not {array!r}")
-        if not all(hasattr(array, "dtype") and hasattr(array, "ndim") for array in arrays.values()):
-            return  # JAX unflattens pytrees with leaves other than arrays, such as axes
-        batch = self.ids.shape[:1]
-        if self.ids.ndim != 2 or 0 in self.ids.shape:
-            raise ConfigError(
-                f"Step.ids must be [batch, width] with at least one row and one token, got shape {self.ids.shape}"
-            )
-        for name, array in arrays.items():
-            if not jnp.issubdtype(array.dtype, jnp.integer):
-                raise ConfigError(f"Step.{name} must have an integer dtype, not {array.dtype}")
-            if name in ("start", "lengths", "slots", "adapters") and array.shape != batch:
-                raise ConfigError(
-                    f"Step.{name} must have shape {batch}, one number for each row; got shape {array.shape}"
-                )
-            if name in ("logits_at", "pages") and (array.ndim != 2 or array.shape[:1] != batch):
-                raise ConfigError(f"Step.{name} must be [batch, ...] with two dimensions, got shape {array.shape}")
 
 
 class _Block(NamedTuple):
@@ -214,13 +164,13 @@ class Decoder:
         if fuse and _is_single(layout):
             cfg, params = fused(cfg, params, held)
         cfg = for_decoding(cfg, batch_size=batch_size, max_len=max_len, cache=cache)
-        fn, axes, state = _empty(cfg, type(model).__name__, batch_size, layout)
-        state["model"] = _merged(state["model"], held)
-        params = _those_of(fn.axes, params)
+        fn, axes, state = empty_state(cfg, type(model).__name__, batch_size, layout)
+        state["model"] = merged(state["model"], held)
+        params = pruned(fn.axes, params)
         if layout is not None:
             params = jax.device_put(params, layout.shardings(params, fn.axes))
             state = jax.device_put(state, state_shardings(layout, state, axes))
-        params = by_columns(cfg, params)
+        params = column_major(cfg, params)
         return cls._of(fn, axes, cfg, params, state, batch_size, max_len, layout), params, state
 
     @classmethod
@@ -252,7 +202,7 @@ class Decoder:
         cfg = for_decoding(cfg, batch_size=batch_size, max_len=max_len, cache=cache)
         fn, params, held = abstract(cfg)
         state = {"lengths": jax.ShapeDtypeStruct((batch_size,), jnp.int32), "model": held}
-        decoder = cls._of(fn, _state_axes(fn), cfg, params, state, batch_size, max_len, layout)
+        decoder = cls._of(fn, state_axes(fn), cfg, params, state, batch_size, max_len, layout)
         if layout is None:
             return decoder, params, state
 
@@ -263,12 +213,9 @@ class Decoder:
                 shardings,
             )
 
-        placed_params = placed(params, layout.shardings(params, fn.axes))
-        return (
-            decoder,
-            by_columns(cfg, placed_params),
-            placed(state, state_shardings(layout, state, decoder.state_axes)),
-        )
+        params = placed(params, layout.shardings(params, fn.axes))
+        state = placed(state, state_shardings(layout, state, decoder.state_axes))
+        return decoder, column_major(cfg, params), state
 
     @classmethod
     def _of(
@@ -286,32 +233,29 @@ class Decoder:
         if layout is not None:
             check_heads(cfg, layout, "model")
         limits = tuple(sorted({each for _, node in walk(cfg) if (each := getattr(node, "recompute_above", None))}))
-        paging = _paging(cfg)
+        paging = paging_of(cfg)
         model = fn.bind(params, state["model"])
-        kept = _layers_with_state(model)
-        paged = [each for _, states in kept.values() for each in states if _is_paged(each)]
-        unpaged = tuple(path for path, (_, states) in kept.items() if not all(map(_is_paged, states)))
-        shares = paging is not None and not unpaged and not limits
-        num_bytes = sum(each.whole.size * each.whole.dtype.itemsize for each in paged)
-        rollback = {path: getattr(layer.config, "max_rollback", 0) for path, (layer, _) in kept.items()}
+        keeping = layers_with_state(model)
+        paged = [each for _, states in keeping.values() for each in states if is_paged(each)]
+        unpaged = tuple(path for path, (_, states) in keeping.items() if not all(map(is_paged, states)))
+        rollback = {path: getattr(layer.config, "max_rollback", 0) for path, (layer, _) in keeping.items()}
         limited = {path: most for path, most in rollback.items() if most is not None}
         least = min(limited, key=limited.__getitem__, default="")
-        per_token = 0 if paging is None else num_bytes // (paging.num_pages * paging.page_size)
-        has_hidden_states = isinstance(getattr(model, "norm", None), Layer)
+        num_bytes = sum(each.whole.size * each.whole.dtype.itemsize for each in paged)
         return cls(
             fn,
             axes,
             batch_size,
             max_len,
             layout,
-            limits,
-            paging,
-            shares,
-            per_token,
-            limited.get(least),
-            has_hidden_states,
-            least,
-            unpaged,
+            recompute_above=limits,
+            paging=paging,
+            shares_prefixes=paging is not None and not unpaged and not limits,
+            bytes_per_token=0 if paging is None else num_bytes // (paging.num_pages * paging.page_size),
+            max_rollback=limited.get(least),
+            least_rollback_in=least,
+            unpaged=unpaged,
+            has_hidden_states=isinstance(getattr(model, "norm", None), Layer),
         )
 
     @overload
@@ -367,23 +311,23 @@ class Decoder:
         start = step.start.astype(jnp.int32)
         given = jnp.full(start.shape, width, jnp.int32) if step.lengths is None else step.lengths.astype(jnp.int32)
         counts, slots = jnp.clip(given, 0, width), None
-        whole = (start >= 0) & (counts == given)
+        is_valid = (start >= 0) & (counts == given)
         if step.slots is not None:
             slots = step.slots.astype(jnp.int32)
-            whole &= (slots >= 0) & (slots < self.batch_size)
+            is_valid &= (slots >= 0) & (slots < self.batch_size)
             if not is_shared:
-                whole &= (slots[:, None] == slots).sum(axis=1) == 1
-            slots = jnp.where(whole, slots, self.batch_size)  # out of range, so writes are dropped
+                is_valid &= (slots[:, None] == slots).sum(axis=1) == 1
+            slots = jnp.where(is_valid, slots, self.batch_size)  # out of range, so writes are dropped
         before = held if slots is None else held[slots]
         if not is_shared:
-            whole &= start <= before
+            is_valid &= start <= before
         end, limit = start + counts, self.max_len
         if self.paging is not None and table is not None:
             limit = min(limit, table.shape[1] * self.paging.page_size)
-            whole &= self.paging.complete(table, end)
-            table = jnp.where(whole[:, None], table, self.paging.num_pages)  # out of range, so writes are dropped
+            is_valid &= self.paging.complete(table, end)
+            table = jnp.where(is_valid[:, None], table, self.paging.num_pages)  # out of range, so writes are dropped
         for bound in self.recompute_above:
-            whole &= (start == 0) | ((before > bound) == (end > bound))
+            is_valid &= (start == 0) | ((before > bound) == (end > bound))
         index = start[:, None] + jnp.arange(width, dtype=jnp.int32)
         places = jnp.arange(self.max_len, dtype=jnp.int32)[None]
         rows = CachedRows(
@@ -399,9 +343,9 @@ class Decoder:
         every = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), step.ids.shape)
         at = every if step.logits_at is None else step.logits_at
         asked = start[:, None] + at
-        defined = whole[:, None] & (at >= 0) & (at < counts[:, None]) & (asked >= 0) & (asked < limit)
+        defined = is_valid[:, None] & (at >= 0) & (at < counts[:, None]) & (asked >= 0) & (asked < limit)
         # The tokens of an invalid row may have overwritten cached ones.
-        end = jnp.where(whole, jnp.minimum(end, limit), jnp.clip(start, 0, before))
+        end = jnp.where(is_valid, jnp.minimum(end, limit), jnp.clip(start, 0, before))
         if slots is None:
             held = end
         elif is_shared:  # the last of several rows of a slot counts
@@ -489,20 +433,6 @@ class Decoder:
         return table.astype(jnp.int32)
 
 
-def _layers_with_state(model: nnx.Module) -> dict[str, tuple[Layer, list[DecodingState]]]:
-    """The layers of a model that keep decoding state, and that state, by path."""
-    found = {}
-    for path, each in nnx.iter_modules(model):
-        states = [value for value in vars(each).values() if isinstance(value, DecodingState)]
-        if states and isinstance(each, Layer):
-            found[".".join(map(str, ("model", *path)))] = (each, states)
-    return found
-
-
-def _is_paged(state: DecodingState) -> bool:
-    return "page" in state.get_metadata()["axes"]
-
-
 def _adapters_of_tokens(steps: Sequence[Step]) -> list[Int[Array, "batch width"]] | None:
     """The slot of the adapter of each token of some steps; None: no step has adapters."""
     if all(step.adapters is None for step in steps):
@@ -521,88 +451,3 @@ class _HiddenStates(Functional):
 
 def _is_single(layout: Layout | None) -> bool:
     return layout is None or layout.mesh.size == 1
-
-
-def _paging(cfg: Config) -> Paging | None:
-    """The pool of pages of the caches in a config for decoding.
-
-    Raises:
-        ConfigError: two caches differ.
-    """
-    found = [(path, node.paging) for path, node in walk(cfg) if isinstance(node, KVCache.Config) and node.paging]
-    if not found:
-        return None
-    first, wanted = found[0]
-    for path, paging in found:
-        if paging != wanted:
-            raise ConfigError(
-                f"{path} has {paging}, but {first} has {wanted}. Layers share page tables: set equal values"
-            )
-    return wanted
-
-
-def _state_axes(fn: Functional) -> Tree:
-    """The logical axes of the state."""
-    return {"lengths": ("batch",), "model": fn.state_axes}
-
-
-def state_shardings(layout: Layout, state: Tree, axes: Tree) -> Tree:
-    """The sharding of each array of the decoding state. Rows and kv heads are replicated if their number is not a
-    multiple of the number of devices, as in a decoder of one row or with few kv heads.
-
-    Args:
-        layout: the mesh and rules.
-        state: the arrays or their shapes.
-        axes: the logical axes of each array.
-    """
-
-    def fitting(array: jax.Array | jax.ShapeDtypeStruct, names: tuple[str | None, ...]) -> tuple[str | None, ...]:
-        pairs = zip(names, array.shape, layout.spec(names), strict=True)
-        return tuple(
-            None if name in ("batch", "kv_head") and size % layout.size_of(at) else name for name, size, at in pairs
-        )
-
-    return layout.shardings(state, jax.tree.map(fitting, state, axes))
-
-
-def _empty(cfg: Config, name: str, batch_size: int, layout: Layout | None) -> tuple[Functional, Tree, Tree]:
-    """The decoding model, the logical axes of its state, and the initial state with the shardings of the layout."""
-    built: list[Functional] = []
-
-    def empty(key: PRNGKeyArray) -> Tree:  # XLA removes the parameters, since they are not returned
-        module = cfg.build(rngs=Rngs(key))
-        if not any(isinstance(node, DecodingState) for _, node in nnx.iter_graph(module)):
-            raise ConfigError(
-                f"no layer of {name} has decoding state: add a KV cache, or a config with a method for_decoding, such "
-                f"as Attention.Config"
-            )
-        fn, _, state = functional(module)
-        built.append(fn)
-        return {"lengths": jnp.zeros((batch_size,), jnp.int32), "model": state}
-
-    key = jax.random.key(0)
-    if layout is None:
-        state = jax.jit(empty)(key)
-        return built[0], _state_axes(built[0]), state
-    shapes = jax.eval_shape(empty, key)
-    axes = _state_axes(built[0])
-    return built[0], axes, jax.jit(empty, out_shardings=state_shardings(layout, shapes, axes))(key)
-
-
-def _those_of(wanted: Tree, params: Tree) -> Tree:
-    """The parameters that the decoding model has."""
-    return {
-        name: _those_of(below, params[name]) if isinstance(below, dict) else params[name]
-        for name, below in wanted.items()
-    }
-
-
-def _merged(fresh: Tree, held: Tree) -> Tree:
-    """The state of the decoding model, with the values of the trained model at paths that both have."""
-    merged: Tree = {}
-    for name, value in fresh.items():
-        if isinstance(value, dict):
-            merged[name] = _merged(value, held.get(name, {}))
-        else:
-            merged[name] = held.get(name, value)
-    return merged

@@ -11,7 +11,7 @@ from axcore.infer.requests import Pooling
 
 
 def chunk_states(hidden: Float[Array, "width embed"], length: Int[Array, ""]) -> Float[Array, "2 embed"]:
-    """What every pooling needs of a part of a prompt: the float32 sum of its hidden states, and its last one.
+    """What every pooling needs of a chunk of a prompt: the float32 sum of its hidden states, and its last one.
 
     Args:
         hidden: the hidden states of the tokens, arbitrary from `length` on.
@@ -24,7 +24,7 @@ def chunk_states(hidden: Float[Array, "width embed"], length: Int[Array, ""]) ->
 
 
 class PooledStates:
-    """The hidden states of a prompt, pooled while its parts are computed in their order."""
+    """The hidden states of a prompt, pooled while its chunks are computed in their order."""
 
     def __init__(self, pooling: Pooling):
         self._is_mean = pooling == "mean"
@@ -32,7 +32,7 @@ class PooledStates:
         self._last: Float[np.ndarray, " embed"] | None = None
 
     def add(self, states: Float[np.ndarray, "2 embed"], *, start: int) -> None:
-        """Adds a part of the prompt. One that starts the prompt again replaces all others.
+        """Adds a chunk of the prompt. One that starts the prompt again replaces all others.
 
         Args:
             states: the result of `chunk_states`.
@@ -42,8 +42,8 @@ class PooledStates:
         self._sum = total if self._sum is None or start == 0 else self._sum + total
 
     def embedding(self, num_tokens: int) -> Float[np.ndarray, " embed"]:
-        """The float32 embedding of a prompt of `num_tokens` tokens whose last part was added."""
-        assert self._sum is not None and self._last is not None, "no part of the prompt was added"
+        """The float32 embedding of a prompt of `num_tokens` tokens whose last chunk was added."""
+        assert self._sum is not None and self._last is not None, "no chunk of the prompt was added"
         return (self._sum / num_tokens if self._is_mean else self._last).astype(np.float32)
 
 

@@ -27,6 +27,7 @@ from axcore.infer.loop import EngineLoop
 from axcore.infer.pages import PagePool
 from axcore.infer.programs import Programs
 from axcore.infer.requests import Piece, Pooling, Request, SamplingOptions, TokenLogprob
+from axcore.infer.row_state import RowState, StateLayout
 from axcore.infer.runner import Runner
 from axcore.infer.sampling import Method
 from axcore.infer.scheduler import Scheduler, SchedulerLimits
@@ -34,7 +35,7 @@ from axcore.infer.speculation import Drafter, Target, keeping_hidden_states
 from axcore.infer.stats import EngineStats
 from axcore.infer.streams import Deliver, Stream, pieces_of
 from axcore.infer.text import TextStream
-from axcore.infer.transfers import RowState, StateLayout, Transfers
+from axcore.infer.transfers import Transfers
 from axcore.module import Layer
 from axcore.nn import ContiguousCache, KVCache
 from axcore.parallel import Layout
@@ -139,7 +140,8 @@ class Engine(config.Configurable):
             programs = self._programs
             target = Target(model, decoder, lambda: programs.state, programs.vocab_size, draft_model)
             self._drafter = cfg.speculation.build(target)
-            num_drafts = cfg.speculation.num_speculative_tokens
+            # A row of max_len tokens has a last token and drafts, and samples a token after them.
+            num_drafts = min(cfg.speculation.num_speculative_tokens, cfg.max_len - 2)
         self._pool = None
         if decoder.paging is not None:
             shares = decoder.shares_prefixes and cfg.prefix_caching is not False
@@ -425,7 +427,7 @@ class Engine(config.Configurable):
 
         Each step of the search submits a request for one token after each unfinished output, those of all prompts
         together. With prefix caching, it computes at most one page of tokens for each output; otherwise all its tokens.
-        More than 20 beams and end tokens compile another program.
+        More than 20 beams and EOS tokens compile another program.
 
         Args:
             prompts: the text or the token ids of each prompt.
@@ -438,7 +440,7 @@ class Engine(config.Configurable):
         Raises:
             AxcoreError: a prompt is empty or does not fit with `max_tokens`, or the engine failed.
             ConfigError: a prompt is a text, and the engine has no tokenizer; or the vocabulary has fewer tokens than
-                `options.num_beams` and end tokens.
+                `options.num_beams` and EOS tokens.
         """
         given = SamplingOptions(
             max_tokens=options.max_tokens, stop_token_ids=options.stop_token_ids, ignore_eos=options.ignore_eos

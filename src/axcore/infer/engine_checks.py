@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from axcore.config import ConfigError
 from axcore.infer.decoder import Decoder
 from axcore.infer.host_pool import HostLimits
+from axcore.infer.row_state import StateLayout, host_limits
 from axcore.infer.speculation import Drafter
-from axcore.infer.transfers import StateLayout, host_limits
 
 if TYPE_CHECKING:
     from axcore.infer.engine import Engine

@@ -13,8 +13,8 @@ import numpy as np
 
 from axcore.config import AxcoreError, ConfigError, flatten
 from axcore.infer.requests import Piece, Request, TokenLogprob
+from axcore.infer.row_state import RowState
 from axcore.infer.streams import Deliver
-from axcore.infer.transfers import RowState
 from axcore.module import Layer, functional
 from axcore.train.run.identity import is_layout, layout_fields
 

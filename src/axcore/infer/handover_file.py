@@ -14,7 +14,7 @@ import numpy as np
 from axcore.config import AxcoreError
 from axcore.infer.handover import Handover
 from axcore.infer.requests import TokenLogprob
-from axcore.infer.transfers import RowState
+from axcore.infer.row_state import RowState
 
 VERSION = 1
 """The version of the format of `write_handover`. Engines exchange handovers of the same version only."""

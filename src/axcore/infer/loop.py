@@ -19,14 +19,15 @@ from axcore.infer.guide import Guide
 from axcore.infer.handover import Handover
 from axcore.infer.loaded_adapters import LoadedAdapters
 from axcore.infer.requests import Piece, Request, TokenLogprob
-from axcore.infer.runner import Runner, SampledToken, Seed, StepInFlight
+from axcore.infer.row_state import RowState
+from axcore.infer.runner import Runner, Seed
 from axcore.infer.sampling import Method, seed_words
 from axcore.infer.scheduler import Scheduler
 from axcore.infer.sequences import Plan, SavedState, Sequence
 from axcore.infer.speculation import Drafter, Drafts
+from axcore.infer.step_in_flight import SampledToken, StepInFlight
 from axcore.infer.streams import Deliver
 from axcore.infer.text import TextStream
-from axcore.infer.transfers import RowState
 
 _logger = logging.getLogger(__name__)
 
@@ -280,10 +281,10 @@ class EngineLoop:
     def _collect(self, flight: StepInFlight) -> None:
         """Reads the results of a step, and delivers them."""
         found = self._runner.read(flight)
-        for number, position, score in self._runner.read_scores(flight):
+        for number, position, score in flight.prompt_logprobs():
             if number in self._samples:
                 self._samples[number].scores[position] = score
-        for chunk, states in self._runner.read_states(flight):
+        for chunk, states in flight.hidden_states():
             if (sample := self._samples.get(chunk.sequence.id)) is not None and sample.pooled is not None:
                 sample.pooled.add(states, start=chunk.start)
         for chunk in flight.plan.decode:
@@ -375,8 +376,8 @@ class EngineLoop:
 
 
 _NO_TOKEN = (
-    "no token can be sampled: the logits are not finite, or logit_bias and the grammar exclude every token. Check the "
-    "weights and the sampling options"
+    "no token can be sampled: the logits are not finite, or the grammar, logit_bias and min_tokens exclude every "
+    "token. Check the weights and the sampling options"
 )
 
 

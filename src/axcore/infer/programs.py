@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
 from axcore.infer.adapters import Adapters
-from axcore.infer.decoder import Decoder, Step
+from axcore.infer.decoder import Decoder
 from axcore.infer.embeddings import chunk_states
 from axcore.infer.sampling import (
     Counts,
@@ -28,6 +28,7 @@ from axcore.infer.sampling import (
     verify,
 )
 from axcore.infer.sampling.rows import USUAL_LOGPROBS
+from axcore.infer.step import Step
 from axcore.module import Tree
 from axcore.nn import Phase
 from axcore.parallel import constrain
@@ -57,13 +58,13 @@ class ModelCall(NamedTuple):
     Attributes:
         decode, prefill: the rows.
         at: the rows whose logits are returned, counted through `decode` and then `prefill`; None: all.
-        whole: whether row i of `decode` has slot i, for all slots. Then caches without pages are read in place.
+        all_slots: whether row i of `decode` has slot i, for all slots. Then caches without pages are read in place.
     """
 
     decode: Batch | None
     prefill: Batch | None = None
     at: Int[np.ndarray, " rows"] | None = None
-    whole: bool = False
+    all_slots: bool = False
 
     @property
     def blocks(self) -> dict[Phase, Batch]:
@@ -110,8 +111,8 @@ class Programs:
         self._last = jnp.zeros((decoder.batch_size,), jnp.int32)
         self._counts = Counts.zeros(decoder.batch_size, columns)
         self._commit()
-        self._model = jax.jit(self._trace_model, donate_argnums=1, static_argnames="whole")
-        self._model_of_drafts = jax.jit(self._trace_model_of_drafts, donate_argnums=1, static_argnames="whole")
+        self._model = jax.jit(self._trace_model, donate_argnums=1, static_argnames="all_slots")
+        self._model_of_drafts = jax.jit(self._trace_model_of_drafts, donate_argnums=1, static_argnames="all_slots")
         self._verifier = jax.jit(self._trace_verifier, donate_argnums=(1, 2))
         self._scorer = jax.jit(self._trace_scorer, donate_argnums=1)
         self._embedder = jax.jit(self._trace_embedder, donate_argnums=1)
@@ -148,7 +149,9 @@ class Programs:
         Returns:
             The logits of the last new token of each row; NaN in padding rows.
         """
-        logits, self._state = self._model(self._params, self._state, self._last, call.blocks, call.at, whole=call.whole)
+        logits, self._state = self._model(
+            self._params, self._state, self._last, call.blocks, call.at, all_slots=call.all_slots
+        )
         return logits
 
     def compile(self, calls: Iterable[ModelCall]) -> None:
@@ -161,12 +164,12 @@ class Programs:
             compiling = []
             for call in calls:
                 arrays = self._params, self._state, self._last, call.blocks, call.at
-                compiling.append(pool.submit(self._model.lower(*arrays, whole=call.whole).compile))
+                compiling.append(pool.submit(self._model.lower(*arrays, all_slots=call.all_slots).compile))
             for each in compiling:
                 each.result()
 
     def scored(self, rows: Batch, targets: Int[np.ndarray, "1 width"]) -> tuple[Float[Array, "1 vocab"], LogProbs]:
-        """Runs the model on a part of a prompt.
+        """Runs the model on a chunk of a prompt.
 
         Args:
             rows: one row.
@@ -179,7 +182,7 @@ class Programs:
         return logits, found
 
     def embedded(self, rows: Batch) -> Float[Array, "2 embed"]:
-        """Runs the model on a part of a prompt, which is one row. For the result see `chunk_states`."""
+        """Runs the model on a chunk of a prompt, which is one row. For the result see `chunk_states`."""
         states, self._state = self._embedder(self._params, self._state, self._last, rows)
         return states
 
@@ -190,13 +193,13 @@ class Programs:
         found, self._last, self._counts = self._sampler(logits, self._last, self._counts, slots, rows)
         return found
 
-    def logits_of_drafts(self, rows: Batch, *, whole: bool = False) -> Float[Array, "rows width vocab"]:
+    def logits_of_drafts(self, rows: Batch, *, all_slots: bool = False) -> Float[Array, "rows width vocab"]:
         """Runs the model on the last token of each row and on its drafts. See `logits`.
 
         Returns:
             The logits of all tokens; NaN in padding.
         """
-        logits, self._state = self._model_of_drafts(self._params, self._state, self._last, rows, whole=whole)
+        logits, self._state = self._model_of_drafts(self._params, self._state, self._last, rows, all_slots=all_slots)
         return logits
 
     def verified(
@@ -247,12 +250,12 @@ class Programs:
         blocks: Mapping[Phase, Batch],
         at: jax.Array | None,
         *,
-        whole: bool,
+        all_slots: bool,
     ) -> tuple[jax.Array, Tree]:
         self.num_traced += 1
         steps = []
         for phase, rows in blocks.items():
-            step = self._step(state, last, rows, phase, whole and phase == "decode")
+            step = self._step(state, last, rows, phase, all_slots and phase == "decode")
             assert step.lengths is not None
             steps.append(dataclasses.replace(step, logits_at=jnp.maximum(step.lengths - 1, 0)[:, None]))
         logits, state = self.decoder(params, state, steps)
@@ -264,10 +267,10 @@ class Programs:
         return found, state
 
     def _trace_model_of_drafts(
-        self, params: Tree, state: Tree, last: jax.Array, rows: Batch, *, whole: bool
+        self, params: Tree, state: Tree, last: jax.Array, rows: Batch, *, all_slots: bool
     ) -> tuple[jax.Array, Tree]:
         self.num_traced += 1
-        logits, state = self.decoder(params, state, self._step(state, last, rows, "decode", whole))
+        logits, state = self.decoder(params, state, self._step(state, last, rows, "decode", all_slots))
         return logits, state
 
     def _trace_scorer(
@@ -290,9 +293,9 @@ class Programs:
         hidden, state = self.decoder.for_hidden_states()(params, state, step)
         return chunk_states(hidden[0], step.lengths[0]), state
 
-    def _step(self, state: Tree, last: jax.Array, rows: Batch, phase: Phase, whole: bool) -> Step:
+    def _step(self, state: Tree, last: jax.Array, rows: Batch, phase: Phase, all_slots: bool) -> Step:
         start, lengths, slots, continues, adapters = jnp.moveaxis(jnp.asarray(rows.ints), 1, 0)
-        if whole:  # a slot without new tokens keeps its row
+        if all_slots:  # a slot without new tokens keeps its row
             start = jnp.where(lengths > 0, start, state["lengths"])
         sampled = last.at[slots].get(mode="fill", fill_value=0)
         ids = jnp.where((continues == 1)[:, None] & (jnp.arange(rows.ids.shape[1]) == 0), sampled[:, None], rows.ids)
@@ -300,7 +303,7 @@ class Programs:
             ids=ids,
             start=start,
             lengths=lengths,
-            slots=None if whole else slots,
+            slots=None if all_slots else slots,
             pages=rows.pages if rows.pages is None else jnp.asarray(rows.pages),
             adapters=None if self._adapters is None else adapters,
             phase=phase,

@@ -14,11 +14,12 @@ from jaxtyping import Array, Float, Int, Int32
 
 from axcore.infer.buckets import Buckets, Shape, bucket
 from axcore.infer.programs import Batch, ModelCall, Programs
-from axcore.infer.requests import SamplingOptions, TokenLogprob
-from axcore.infer.sampling import LogProbs, Method, NextToken, Sampled, SamplingRows, Verified
+from axcore.infer.requests import SamplingOptions
+from axcore.infer.sampling import Method, NextToken, Sampled, SamplingRows, Verified
 from axcore.infer.sampling.acceptance import NO_DRAFT
 from axcore.infer.sampling.rows import PADDING
 from axcore.infer.sequences import Chunk, Plan
+from axcore.infer.step_in_flight import SampledToken, SamplerCall, StepInFlight
 from axcore.infer.transfers import Transfers
 
 Seed = tuple[int, int]
@@ -29,20 +30,6 @@ type Mask = Int32[np.ndarray, " words"]
 
 Masks = Callable[[tuple[int, ...]], list[Mask]]
 """Returns the mask of the next token, and that after each of some drafts."""
-
-
-class SampledToken(NamedTuple):
-    """A sampled token, and its log-probability if the request asks for it."""
-
-    token: int
-    logprob: TokenLogprob | None
-
-
-class SamplerCall(NamedTuple):
-    """A call of the sampler: the chunk of each row that is no padding, and the result, which is on the device."""
-
-    rows: Mapping[int, Chunk]
-    found: Sampled | Verified
 
 
 class Part(NamedTuple):
@@ -64,20 +51,8 @@ class Part(NamedTuple):
         return self.chunk.is_last and self.offset + self.length == self.chunk.count
 
 
-@dataclasses.dataclass(frozen=True)
-class StepInFlight:
-    """A step that was started, and whose results were not read yet."""
-
-    plan: Plan
-    calls: list[SamplerCall]
-    scores: list[tuple[Chunk, LogProbs]]
-    """The log-probabilities of the token after each token of a chunk, for requests that ask for those of the prompt."""
-    states: list[tuple[Chunk, Float[Array, "2 embed"]]]
-    """What poolings need of the hidden states of a chunk, for requests that ask for an embedding."""
-
-
 class Runner:
-    """Runs steps: packs chunks into rows, calls the programs, and reads what they sampled.
+    """Runs steps: packs chunks into rows, and calls the programs.
 
     Args:
         programs: the programs.
@@ -98,7 +73,7 @@ class Runner:
         self.transfers = transfers
         self._programs, self._buckets, self._eos_ids, self._num_drafts = programs, buckets, eos_ids, num_drafts
         self._decoder = programs.decoder
-        self._is_whole = self._decoder.paging is None
+        self._has_all_slots = self._decoder.paging is None
         self._counted: dict[int, int] = {}  # the sequence whose tokens are counted, by slot
 
     def start(self, plan: Plan, seeds: Mapping[int, Seed], masks: Mapping[int, Masks]) -> StepInFlight:
@@ -142,42 +117,9 @@ class Runner:
         return StepInFlight(plan, calls, scores, states)
 
     def read(self, flight: StepInFlight) -> dict[int, list[SampledToken]]:
-        """Waits for a step. Returns what each sequence sampled, by id: the accepted drafts and the token after them. It
-        is nothing if every token is excluded or the logits are not finite, and an arbitrary token if the sequence has
-        no output."""
+        """Waits for a step and its copies to the host. Returns the sampled tokens; see `StepInFlight.tokens`."""
         self.transfers.finish(flight.plan.number)
-        sampled = {chunk.sequence.id: [SampledToken(0, None)] for chunk, _ in flight.states if chunk.is_last}
-        for rows, on_device in flight.calls:
-            found: Sampled | Verified = jax.device_get(on_device)
-            if isinstance(found, Sampled):
-                found = Verified(found, found.valid.astype(np.int32))
-            tokens, logprobs = found.sampled.tokens, found.sampled.logprobs
-            width = len(tokens) // len(found.num_tokens)
-            for row, chunk in rows.items():
-                count = chunk.sequence.request.options.logprobs
-                new = sampled[chunk.sequence.id] = []
-                for at in range(row * width, row * width + int(found.num_tokens[row])):
-                    token = int(tokens[at])
-                    logprob = None
-                    if count is not None and logprobs is not None:
-                        logprob = _logprob(logprobs, at, token, count)
-                    new.append(SampledToken(token, logprob))
-        return sampled
-
-    def read_scores(self, flight: StepInFlight) -> Iterator[tuple[int, int, TokenLogprob]]:
-        """Waits for a step. Yields (id of the sequence, position, log-probability) of each token of a prompt that
-        follows a token of the step."""
-        for chunk, on_device in flight.scores:
-            found: LogProbs = jax.device_get(on_device)
-            sequence = chunk.sequence
-            ids, count = sequence.request.ids, sequence.request.options.logprobs or 0
-            for row, position in enumerate(range(chunk.start + 1, min(chunk.start + chunk.count + 1, len(ids)))):
-                yield sequence.id, position, _logprob(found, row, ids[position], count)
-
-    def read_states(self, flight: StepInFlight) -> Iterator[tuple[Chunk, Float[np.ndarray, "2 embed"]]]:
-        """Waits for a step. Yields the hidden states of each chunk of a request that asks for an embedding."""
-        for chunk, on_device in flight.states:
-            yield chunk, jax.device_get(on_device)
+        return flight.tokens()
 
     def warm_up(
         self,
@@ -203,11 +145,11 @@ class Runner:
         for pages in buckets.pages or (0,):
             fits = functools.partial(self._fits, pages=pages)
             decoding = {size: self._packed({}, Shape(size, 1), pages) for size in buckets.rows}
-            calls += [ModelCall(rows, whole=self._is_whole) for rows in decoding.values()]
+            calls += [ModelCall(rows, all_slots=self._has_all_slots) for rows in decoding.values()]
             calls += [ModelCall(None, self._packed({}, shape, pages)) for shape in filter(fits, buckets.prompts)]
             for shape in filter(fits, buckets.mixed):
                 prompts, at = self._packed({}, shape, pages), np.zeros(most, np.int32)
-                calls.append(ModelCall(decoding[most], prompts, at, self._is_whole))
+                calls.append(ModelCall(decoding[most], prompts, at, self._has_all_slots))
         self._programs.compile(calls)
         for call in calls:
             found = self._programs.logits(call)
@@ -254,7 +196,7 @@ class Runner:
             rows = {self._row(row, chunk): chunk for row, chunk in enumerate(decode)}
             size = bucket(self._buckets.rows, len(rows))
             batch = self._packed({row: _whole(chunk) for row, chunk in rows.items()}, Shape(size, 1), 1)
-            return 0, rows, self._programs.logits(ModelCall(batch, whole=self._is_whole))
+            return 0, rows, self._programs.logits(ModelCall(batch, all_slots=self._has_all_slots))
         number, shape = self._buckets.fit([chunk.count for chunk in prompts], mixed=bool(decode))
         parts = dict(enumerate(itertools.chain.from_iterable(_parts(chunk, shape.width) for chunk in prompts[:number])))
         last = {row: part.chunk for row, part in parts.items() if part.is_last}
@@ -270,18 +212,18 @@ class Runner:
         prefill = self._packed(parts, shape, pages)
         pages = pages if prefill.pages is None else prefill.pages.shape[1]
         batch = self._packed(decoding, Shape(most, 1), pages)
-        return number, rows, self._programs.logits(ModelCall(batch, prefill, at, self._is_whole))
+        return number, rows, self._programs.logits(ModelCall(batch, prefill, at, self._has_all_slots))
 
     def _logits_of_drafts(
         self, rows: Mapping[int, Chunk], size: int, pages: int = 1
     ) -> Float[Array, "rows width vocab"]:
         parts = {row: _whole(chunk) for row, chunk in rows.items()}
         batch = self._packed(parts, Shape(size, 1 + self._num_drafts), pages)
-        return self._programs.logits_of_drafts(batch, whole=self._is_whole)
+        return self._programs.logits_of_drafts(batch, all_slots=self._has_all_slots)
 
     def _row(self, row: int, chunk: Chunk) -> int:
         """The row of a chunk that decodes: without pages its slot, because caches of all slots are read in place."""
-        return _slot(chunk) if self._is_whole else row
+        return _slot(chunk) if self._has_all_slots else row
 
     def _targets(self, chunk: Chunk, width: int) -> Int[np.ndarray, "1 width"]:
         """The token after each token of a chunk."""
@@ -358,6 +300,8 @@ class Runner:
         sequence, options = chunk.sequence, chunk.sequence.request.options
         if self._counted.get(_slot(chunk)) == sequence.id:
             return
+        # A sequence that was preempted may come back to an earlier slot, whose counts lack its newest tokens.
+        self._counted = {slot: id for slot, id in self._counted.items() if id != sequence.id}
         self._counted[_slot(chunk)] = sequence.id
         if options.frequency_penalty or options.presence_penalty or options.repetition_penalty != 1:
             self._programs.count(_slot(chunk), sequence.tokens, len(sequence.request.ids))
@@ -395,8 +339,3 @@ def _fetched[T](found: T) -> T:
     for array in jax.tree.leaves(found):
         array.copy_to_host_async()
     return found
-
-
-def _logprob(found: LogProbs, row: int, token: int, count: int) -> TokenLogprob:
-    top = zip(found.top_ids[row, :count].tolist(), found.top[row, :count].tolist(), strict=True)
-    return TokenLogprob(token, float(found.token[row]), int(found.rank[row]), tuple(top))

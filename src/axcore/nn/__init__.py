@@ -32,7 +32,7 @@ from axcore.nn.kv.contiguous import ContiguousCache
 from axcore.nn.kv.paging import Paging
 from axcore.nn.kv.views import Contiguous, InCache, KVView, Latent, Paged
 from axcore.nn.layer_stack import Place, Stack
-from axcore.nn.layouts import by_columns
+from axcore.nn.layouts import column_major
 from axcore.nn.linear import Linear
 from axcore.nn.matmul import Matmul, Plain, Transposed
 from axcore.nn.multi_token import MultiTokenPrediction
@@ -152,9 +152,9 @@ __all__ = [
     "Zeros",
     "attend",
     "attend_in_parts",
-    "by_columns",
     "by_layer",
     "call",
+    "column_major",
     "combined",
     "dropout",
     "edit_layers",

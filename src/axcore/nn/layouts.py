@@ -1,4 +1,4 @@
-"""The order in memory in which decoding reads the weights of linear maps."""
+"""The memory layout of weights for decoding."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from axcore.module import Tree
 from axcore.nn.linear import Linear
 
 
-def by_columns(cfg: Config, params: Tree) -> Tree:
-    """The parameters with the matrices of linear maps in the order of columns in memory, wherever the implementation
-    of the product reads columns (`Matmul.reads_columns`). Shapes and values do not change.
+def column_major(cfg: Config, params: Tree) -> Tree:
+    """The parameters with the matrices of linear maps in column-major order in memory, wherever the implementation of
+    the product reads columns (`Matmul.reads_columns`). Shapes and values do not change.
 
     Args:
         cfg: config of the model.
@@ -24,15 +24,15 @@ def by_columns(cfg: Config, params: Tree) -> Tree:
     """
     new: dict[Any, Any] = dict(params)
     if isinstance(cfg, Linear.Config) and cfg.matmul.reads_columns and "weight" in params:
-        return new | {"weight": jax.tree.map(_by_columns, params["weight"])}
+        return new | {"weight": jax.tree.map(_column_major, params["weight"])}
     for name, part in parts(cfg):
         key: Any = int(name) if name.isdigit() else name  # elements of lists have integer keys
         if isinstance(part, NESTING) and isinstance(below := params.get(key), dict):
-            new[key] = by_columns(cast(Config, part), below)
+            new[key] = column_major(cast(Config, part), below)
     return new
 
 
-def _by_columns(leaf: Any) -> Any:  # Any: an array, or its shape
+def _column_major(leaf: Any) -> Any:  # Any: an array, or its shape
     if leaf.ndim < 2 or 1 in leaf.shape[-2:] or leaf.sharding is None:
         return leaf
     *lead, rows, columns = range(leaf.ndim)

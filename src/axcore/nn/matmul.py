@@ -47,8 +47,7 @@ class Matmul(Config):
     """Base of the implementations of `x @ weight` with a single matrix. The base itself is XLA's product."""
 
     reads_columns: ClassVar[bool] = False
-    """Whether the matrix is read fastest if each column is contiguous in memory. `axcore.infer.Decoder` then stores it
-    in this order."""
+    """Whether the matrix is read fastest in column-major order, in which `axcore.infer.Decoder` then stores it."""
 
     def __call__(
         self,

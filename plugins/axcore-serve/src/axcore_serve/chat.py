@@ -22,6 +22,7 @@ class ChatAnswer(SampledAnswer):
     Args:
         engine: the engine.
         body: the request.
+        adapter: the adapter of the request; None: the model alone.
         tokens: the text of tokens.
         template: the chat template; None: the model has none.
 
@@ -32,7 +33,9 @@ class ChatAnswer(SampledAnswer):
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
 
-    def __init__(self, engine: Engine, body: ChatBody, tokens: TokenText, template: ChatTemplate | None):
+    def __init__(
+        self, engine: Engine, body: ChatBody, adapter: str | None, tokens: TokenText, template: ChatTemplate | None
+    ):
         if template is None:
             raise ApiError(400, "the model has no chat template. Use /v1/completions, or serve it with --chat-template")
         if body.top_logprobs is not None and not body.logprobs:
@@ -62,6 +65,7 @@ class ChatAnswer(SampledAnswer):
             body,
             {"ids": "messages", "max_tokens": limit, "logprobs": "top_logprobs"},
             structure,
+            adapter,
             max_tokens=getattr(body, limit),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, cast
 
 from axcore.config import ConfigError
-from axcore.infer.speculation.drafter import Drafter, Target
+from axcore.infer.speculation.drafter import Target
 from axcore.infer.speculation.model_drafter import ModelDrafter
 from axcore.module import Layer
 from axcore.nn import ContiguousCache, KVCache
@@ -30,7 +30,7 @@ class DraftModel(ModelDrafter):
             it.
     """
 
-    class Config(Drafter.Config):
+    class Config(ModelDrafter.Config):
         model: str = ""
         """A model folder, a run folder or a recipe with initial weights; empty: the argument `draft_model` of the
         engine."""

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from axcore.config import REQUIRED, ConfigError, PositiveInt
-from axcore.infer.decoder import Step
-from axcore.infer.speculation.drafter import Drafter, Target
+from axcore.infer.speculation.drafter import Target
 from axcore.infer.speculation.hidden_states import NAME
 from axcore.infer.speculation.model_drafter import ModelDrafter
+from axcore.infer.step import Step
 from axcore.module import DecodingState, Layer, Rngs, Tree, abstract, functional
 from axcore.nn import CausalLM, ContiguousCache, KVCache, MultiTokenPrediction, TokenInfo
 
@@ -25,7 +25,7 @@ class MTP(ModelDrafter):
     states of the model for all tokens of its rows, so prompts cannot share prefixes.
     """
 
-    class Config(Drafter.Config):
+    class Config(ModelDrafter.Config):
         num_speculative_tokens: PositiveInt = 1
         cache: KVCache.Config = ContiguousCache.Config()
         """Fills the cache slots of the module."""
