@@ -362,7 +362,9 @@ def test_an_interpreter_that_ends_closes_its_engines():
 
 
 def test_prefix_caching_requires_pages(model):
-    with pytest.raises(ConfigError, match=r"engine\.prefix_caching=True requires pages .* layers\.0\.attention\.cache has"):
+    with pytest.raises(
+        ConfigError, match=r"engine\.prefix_caching=True requires pages .*layers\.0\.attention\.cache has"
+    ):
         Engine.Config(max_len=32, prefix_caching=True).build(model)
 
 

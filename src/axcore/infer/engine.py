@@ -509,7 +509,7 @@ class Engine(config.Configurable):
     def _ids(self, prompts: Iterable[str | Many[int]]) -> Iterator[tuple[int, ...]]:
         """The token ids of prompts."""
         given = prompts if isinstance(prompts, str) else list(prompts)
-        if isinstance(given, str) or any(isinstance(prompt, int) for prompt in given):
+        if isinstance(given, str) or any(isinstance(prompt, int | np.integer) for prompt in given):
             raise ConfigError(f"expected a list of prompts, not the single prompt {given!r}. Write it as [prompt]")
         for prompt in given:
             yield self.request(prompt).ids if isinstance(prompt, str) else tuple(map(int, prompt))
