@@ -404,8 +404,7 @@ class Decoder:
     def for_hidden_states(self) -> Decoder:
         """This decoder with hidden states [batch, logits, embed] in place of the logits: the result of the layer `norm`
         of the model, in the dtype of the model. Compiled programs omit the head. Requires `has_hidden_states`."""
-        fields = {field.name: getattr(self.fn, field.name) for field in dataclasses.fields(self.fn)}
-        return dataclasses.replace(self, fn=_HiddenStates(**fields))
+        return dataclasses.replace(self, fn=_HiddenStates(**vars(self.fn)))
 
     def _page_table(self, step: Step) -> Int[Array, "batch pages_per_row"] | None:
         """The page table of each row; None without paged caches."""
