@@ -62,8 +62,9 @@ class ModelDrafter(Drafter):
         most = self._decoder.max_rollback
         if most is not None and most < cfg.num_speculative_tokens:
             raise ConfigError(
-                f"engine.speculation.num_speculative_tokens={cfg.num_speculative_tokens}: the draft model can drop at "
-                f"most {most} tokens of a row, such as rejected drafts. Use a draft model with KV caches in all layers"
+                f"engine.speculation.num_speculative_tokens={cfg.num_speculative_tokens}: "
+                f"{self._decoder.least_rollback_in} of the draft model can drop at most {most} tokens of a row, such "
+                f"as rejected drafts. Use a draft model with KV caches in all layers"
             )
         self._rows: dict[int, _Row] = {}
         self._prefill = jax.jit(self._trace_prefill, donate_argnums=1)
