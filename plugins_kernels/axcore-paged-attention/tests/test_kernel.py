@@ -63,7 +63,7 @@ def built(**fields) -> PagedAttention:
     [
         {},
         {"query_len": 8},
-        {"phase": "prefill", "query_len": 2},
+        {"phase": "prefill", "query_len": 128},
         {"num_kv_heads": 1},
         {"dtype": np.dtype(np.float32)},
         {"codes": np.dtype(np.int8)},
@@ -88,7 +88,7 @@ def test_supported_requests(changes):
         ({"platform": "cpu"}, "requires an NVIDIA GPU, got cpu"),
         ({"platform": "tpu"}, "requires an NVIDIA GPU, got tpu"),
         ({"phase": "train"}, "has no backward pass"),
-        ({"query_len": 9}, "supports max_queries=8 queries per row, got 9"),
+        ({"query_len": 129}, "supports max_queries=128 queries per row, got 129"),
         ({"dtype": np.dtype(np.float64)}, "not float64"),
         ({"head_dim": 576}, "requires a head_dim from 1 to 256, got 576"),
         ({"value_dim": 512}, "requires a value_dim from 1 to 256, got 512"),
@@ -133,6 +133,8 @@ def test_settings_are_tunable():
     assert len({tuple(each.items()) for each in (default, *others)}) == 1 + len(others)
     one = dataclasses.replace(WELL, batch=1)
     assert built().settings(one)["splits"] == 16  # parts of 64 keys
+    parts = dataclasses.replace(WELL, batch=8, query_len=128, phase="prefill")
+    assert built().settings(parts)["splits"] == 1  # 512 programs or more
     grouped = dataclasses.replace(WELL, num_kv_heads=8)
     assert built().settings(grouped)["block"] == 64
     assert built().settings(dataclasses.replace(grouped, head_dim=256))["block"] == 32
@@ -179,8 +181,8 @@ def test_the_feature_keeps_the_kernels_of_other_calls():
 def chosen(cfg, queries: int, cache, target="NVIDIA H200") -> set[str]:
     """The names of the kernels of a step with this many tokens for each row."""
     layout = Mesh().abstract(1, "gpu", target)
-    decoder, params, state = Decoder.abstract(cfg, cache=cache, batch_size=2, max_len=32)
-    pages = jnp.zeros((2, 8), jnp.int32) if isinstance(cache, PagedCache.Config) else None
+    decoder, params, state = Decoder.abstract(cfg, cache=cache, batch_size=2, max_len=160)
+    pages = jnp.zeros((2, 40), jnp.int32) if isinstance(cache, PagedCache.Config) else None
     phase = "decode" if queries <= 8 else "prefill"
     step = Step(jnp.zeros((2, queries), jnp.int32), jnp.zeros(2, jnp.int32), pages=pages, phase=phase)
     with layout.active(), recording() as choices:
@@ -196,8 +198,8 @@ def chosen(cfg, queries: int, cache, target="NVIDIA H200") -> set[str]:
 def test_mesh_rules_decode_with_the_kernel(cache, target):
     cfg = ax.pipe(ax.recipe("llama-1b"), ax.target(target)).model
     cfg = ax.select(cfg, "decoder").set(num_layers=1)
-    assert chosen(cfg, 1, cache) == chosen(cfg, 8, cache) == {"PagedAttention"}
-    assert chosen(cfg, 16, cache) == {"ReferenceKernel" if target == "gpu-a100-1" else "CudnnKernel"}
+    assert chosen(cfg, 1, cache) == chosen(cfg, 128, cache) == {"PagedAttention"}
+    assert chosen(cfg, 144, cache) == {"ReferenceKernel" if target == "gpu-a100-1" else "CudnnKernel"}
 
 
 IDS = jax.random.randint(jax.random.key(4), (2, 9), 0, 32)
