@@ -1,5 +1,7 @@
 """Embeddings are the pooled hidden states of the model, however a prompt is computed."""
 
+import queue
+
 import numpy as np
 import pytest
 
@@ -145,3 +147,29 @@ def test_a_model_without_hidden_states_is_refused():
             with pytest.raises(ConfigError, match="has no layer `norm`"):
                 call()
         assert engine.generate([Request((6,), SamplingOptions(max_tokens=2, ignore_eos=True))])[0].ids
+
+
+@pytest.mark.long
+def test_penalties_count_all_tokens_of_a_row_that_comes_back_to_an_earlier_slot(model):
+    """Requests for embeddings take the slots of a sample meanwhile, and sample nothing there."""
+    (ids, filling), usual = prompts((3, 3)), {"temperature": 0.0, "ignore_eos": True}
+    penalized = Request(ids, SamplingOptions(max_tokens=24, frequency_penalty=3.0, **usual), priority=1)
+    embedded = Request(tuple(range(6, 23)), SamplingOptions(max_tokens=1), pooling="last")
+    cfg = Engine.Config(max_len=40, max_rows=2, step_tokens=4)
+    with cfg.build(model) as engine:
+        (expected,) = engine.generate([penalized])
+    pieces, ended = [], queue.SimpleQueue()
+
+    def deliver(piece):
+        pieces.append(piece)
+        if len(pieces) in (3, 6, 9):  # the sample goes from slot 1 to 0 and back, since its priority is lower
+            engine.submit(embedded, lambda _: None)
+        if piece.finish_reason is not None:
+            ended.put(None)
+
+    with cfg.build(model) as engine:
+        engine.submit(penalized, deliver)
+        engine.submit(Request(filling, SamplingOptions(max_tokens=6, **usual)), lambda _: None)
+        ended.get(timeout=60)
+        assert engine.stats.preempted == 2
+    assert tuple(id for piece in pieces for id in piece.ids) == expected.ids

@@ -357,11 +357,11 @@ def test_state_that_cannot_be_rolled_back_is_refused(model):
     ring = RingCache.Config(window=8, spare=2)
     masked = ax.use("sliding-window", size=8)(tiny_model()).build(rngs=ax.Rngs(0))
     cfg = Engine.Config(max_len=MAX_LEN, max_rows=3, step_tokens=20, cache=ring)
-    with pytest.raises(ConfigError, match=r"num_speculative_tokens=3: the model can drop at most 2 tokens of a row"):
+    with pytest.raises(ConfigError, match=r"=3: model.*layers\.0\.attention\.cache can drop at most 2 tokens"):
         cfg.set(speculation=NGram.Config(num_speculative_tokens=3)).build(masked)
     recurrent = ax.use("mamba2", state_dim=4, head_dim=4, chunk=4)(tiny_model()).build(rngs=ax.Rngs(0))
     cfg = Engine.Config(max_len=MAX_LEN, max_rows=3, step_tokens=20)
-    with pytest.raises(ConfigError, match=r"drop at most 0 tokens .* speculation=None, because its layers keep state"):
+    with pytest.raises(ConfigError, match=r"=4: model.*layers\.0.* keeps state .*Set speculation=None"):
         cfg.set(speculation=NGram.Config()).build(recurrent)
 
 
@@ -388,3 +388,19 @@ def test_nothing_compiles_after_the_warm_up(model, cache):
         compiled = engine.stats.compiled
         engine.generate([*asked, *asked[:1]])
         assert engine.stats.compiled == compiled and engine.stats.draft_tokens > 0
+
+
+@LONG
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("max_len", [2, 12])
+def test_more_drafts_than_fit_into_a_row(model, cache, max_len):
+    room = [(ids, max_len - len(ids)) for ids in prompts([1, max_len - 1, max_len // 2])]
+    asked = [Request(ids, SamplingOptions(temperature=0.0, max_tokens=most)) for ids, most in room]
+    pieces, _ = answers(model, asked, max_len=max_len, **CACHES[cache])
+    known = known_outputs(asked, pieces)
+    drafter = Scripted.Config(known=known, num_speculative_tokens=40, percent_right=100)
+    with Engine.Config(max_len=max_len, max_rows=3, speculation=drafter, **CACHES[cache]).build(model) as engine:
+        engine.warm_up(("greedy",))
+        compiled = engine.stats.compiled
+        assert_equal(engine.generate(asked), pieces)
+        assert engine.stats.compiled == compiled

@@ -12,8 +12,9 @@ import axcore as ax
 import axcore_lora
 from axcore.config import AxcoreError, ConfigError
 from axcore.infer import Decoder, Engine, Piece, Request, SamplingOptions, Step
+from axcore.infer.speculation import MTP
 from axcore.module import functional
-from axcore.nn import ContiguousCache, LatentAttention
+from axcore.nn import ContiguousCache, LatentAttention, MultiTokenPrediction
 from axcore.numerics import stored
 from axcore.parallel import Mesh
 from axcore.testing.devices import on_devices
@@ -370,3 +371,21 @@ def test_an_adapter_folder_has_only_the_adapters(model, tmp_path, logprobs):
     ax.train.save_model(tmp_path / "base", BASE, functional(model)[1])
     with pytest.raises(AxcoreError, match=r"base has no adapters. Give the folder of a run"):
         Adapter.read(tmp_path / "base")
+
+
+@pytest.mark.parametrize("speculation", [None, MTP.Config(num_speculative_tokens=2)], ids=["plain", "mtp"])
+def test_what_an_adapter_changes_in_layers_of_training_only_has_no_effect(speculation):
+    """An adapter of a model with multi-token prediction."""
+    base = BASE.set(future=(MultiTokenPrediction.Config(layer=BASE.decoder.layers),))
+    model, given = base.build(rngs=ax.Rngs(0)), adapter(4, 1, base)
+    assert "future" in given.params
+    cfg, params, _ = axcore_lora.merge(given.cfg, axcore_lora.load(functional(model)[1], given.params))
+    fn, _, state = functional(cfg.build(rngs=ax.Rngs(0)))
+    whole = jax.jit(lambda row: jax.nn.log_softmax(fn(params, state, row[None])[0][0][0]))
+    with started(model, speculation=speculation) as engine:
+        engine.load_adapter("a", given)
+        asked = [Request(ids, GREEDY, adapter="a") for ids in prompts((5, 21))]
+        for piece, request in zip(engine.generate(asked), asked, strict=True):
+            row = np.zeros(MAX_LEN, np.int32)
+            row[: len(request.ids) + 9] = *request.ids, *piece.ids
+            check(piece, request, None, lambda _, ids, row=row: whole(row)[: len(ids)])

@@ -3,6 +3,8 @@
 import openai
 import pytest
 
+from axcore.config import ConfigError
+
 from .scripted import Scripted
 from .support import posted, serving
 
@@ -57,3 +59,40 @@ def test_adapters_that_are_not_loaded_do_not_exist(client, served, engine):
             send()
         assert found.value.code == "model_not_found"
     assert posted(served, {"model": "chat/v2", "prompt": "a", "max_tokens": 1})[0] == 200
+
+
+def unloaded(request):
+    raise ConfigError(f"request.adapter={request.adapter!r} is not loaded; the engine has no adapter")
+
+
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/embeddings", {"input": "a"}),
+    ],
+)
+@pytest.mark.parametrize("refuses", ["check", "submit", "deliver"])
+def test_the_model_never_answers_for_an_adapter_that_is_unloaded_meanwhile(
+    client, served, engine, monkeypatch, path, content, refuses
+):
+    checked = served.service._check_model
+
+    def unload(name):
+        checked(name)
+        engine.adapters = ()
+
+    def failed(request, deliver, *, sample=0):
+        try:
+            unloaded(request)
+        except ConfigError as error:
+            deliver(error)
+        return lambda: None
+
+    monkeypatch.setattr(served.service, "_check_model", unload)
+    submit = failed if refuses == "deliver" else lambda request, deliver, *, sample=0: unloaded(request)
+    monkeypatch.setattr(engine, *(("check", unloaded) if refuses == "check" else ("submit", submit)))
+    status, found = posted(served, {"model": "sql", **content}, path=path)
+    assert (status, found["error"]["code"], found["error"]["param"]) == (404, "model_not_found", "model")
+    assert found["error"]["message"].startswith("model='sql' is not loaded")

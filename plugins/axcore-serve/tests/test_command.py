@@ -24,7 +24,9 @@ from .support import KEY, TEMPLATE, tiny_model
     ("arguments", "text"),
     [
         (["--max-queue", "-1"], "--max-queue must be at least 0, not -1"),
-        (["--timeout", "nan"], "--timeout must be"),
+        (["--timeout", "nan"], "--timeout must be above 0 and finite, not nan"),
+        (["--drain-timeout", "0"], "--drain-timeout must be above 0 and finite, not 0"),
+        (["--max-body-mib", "inf"], "--max-body-mib must be above 0 and finite, not inf"),
         (["--max-rows", "0"], "--max-rows must be at least 1"),
         (["--api-keys", "missing"], "--api-keys missing: "),
         (["--api-keys", os.devnull], "has no keys"),

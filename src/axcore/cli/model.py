@@ -108,7 +108,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine", "also the attention calls of an engine on one device")
     group.add_argument("--max-len", type=int, metavar="TOKENS", help="maximum number of tokens of a row; required")
     group.add_argument("--max-rows", type=int, help="maximum number of rows that decode together (default: 8)")
-    group.add_argument("--step-tokens", type=int, help="maximum number of tokens of a step (default: 512)")
+    group.add_argument("--step-tokens", type=int, help="maximum number of prompt tokens of a step (default: 512)")
     group.add_argument("--cache", metavar="CACHE[:KEY=VALUE,...]", help="KV cache (default: contiguous)")
 
 

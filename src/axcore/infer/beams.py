@@ -14,7 +14,7 @@ from axcore.infer.requests import FinishReason, Piece, Request, SamplingOptions,
 class BeamOptions:
     """How a beam search runs and ranks outputs, with the names and meanings of transformers.
 
-    The score of an output is the sum of the log-probabilities of its tokens, an end token included, divided by
+    The score of an output is the sum of the log-probabilities of its tokens, an EOS token included, divided by
     `length ** length_penalty`.
 
     Attributes:
@@ -23,8 +23,8 @@ class BeamOptions:
         length_penalty: the exponent of the length in scores; more than 0 favours long outputs.
         early_stopping: when a search with `num_beams` finished outputs ends. True: at once. False: when no unfinished
             output has a better score at its present length. `never`: when none can get a better score.
-        stop_token_ids: tokens that end an output, besides the model's end tokens.
-        ignore_eos: whether the model's end tokens do not end an output.
+        stop_token_ids: tokens that end an output, besides the EOS tokens of the model.
+        ignore_eos: whether the EOS tokens of the model do not end an output.
 
     Raises:
         ConfigError: a value is outside of its range, or not finite.
@@ -46,11 +46,11 @@ class Beam:
     """A finished output of a beam search.
 
     Attributes:
-        ids: the tokens, an end token included.
-        text: their text without that of an end token; empty without a tokenizer.
+        ids: the tokens, an EOS token included.
+        text: their text without that of an EOS token; empty without a tokenizer.
         logprob: the sum of their log-probabilities.
         score: see `BeamOptions`.
-        finish_reason: `stop` after an end or stop token, `length` after `max_tokens`.
+        finish_reason: `stop` after an EOS or stop token, `length` after `max_tokens`.
     """
 
     ids: tuple[int, ...]
@@ -77,7 +77,7 @@ class BeamSearch:
         unfinished: the tokens of each unfinished output, the most likely first; empty when the search has ended.
         finished: the best finished outputs, the best first; as many as `num_beams` when the search has ended, if the
             vocabulary allows.
-        num_candidates: how many of the most likely next tokens of each output a step needs. With fewer, end tokens
+        num_candidates: how many of the most likely next tokens of each output a step needs. With fewer, EOS tokens
             could displace tokens that continue an output.
     """
 

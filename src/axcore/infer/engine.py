@@ -140,7 +140,8 @@ class Engine(config.Configurable):
             programs = self._programs
             target = Target(model, decoder, lambda: programs.state, programs.vocab_size, draft_model)
             self._drafter = cfg.speculation.build(target)
-            num_drafts = cfg.speculation.num_speculative_tokens
+            # A row of max_len tokens has a last token and drafts, and samples a token after them.
+            num_drafts = min(cfg.speculation.num_speculative_tokens, cfg.max_len - 2)
         self._pool = None
         if decoder.paging is not None:
             shares = decoder.shares_prefixes and cfg.prefix_caching is not False
@@ -410,6 +411,8 @@ class Engine(config.Configurable):
         """
         if not conforms(n, PositiveInt):
             raise ConfigError(f"engine.generate: n must be an int of at least 1, not {n!r}")
+        if isinstance(requests, str | Request):
+            raise ConfigError("engine.generate takes a list of requests, not one. Use engine.generate([request])")
         streams = [self.stream(request, sample=sample) for request in requests for sample in range(n)]
         try:
             return [stream.result() for stream in streams]
@@ -424,7 +427,7 @@ class Engine(config.Configurable):
 
         Each step of the search submits a request for one token after each unfinished output, those of all prompts
         together. With prefix caching, it computes at most one page of tokens for each output; otherwise all its tokens.
-        More than 20 beams and end tokens compile another program.
+        More than 20 beams and EOS tokens compile another program.
 
         Args:
             prompts: the text or the token ids of each prompt.
@@ -437,7 +440,7 @@ class Engine(config.Configurable):
         Raises:
             AxcoreError: a prompt is empty or does not fit with `max_tokens`, or the engine failed.
             ConfigError: a prompt is a text, and the engine has no tokenizer; or the vocabulary has fewer tokens than
-                `options.num_beams` and end tokens.
+                `options.num_beams` and EOS tokens.
         """
         given = SamplingOptions(
             max_tokens=options.max_tokens, stop_token_ids=options.stop_token_ids, ignore_eos=options.ignore_eos
@@ -505,7 +508,10 @@ class Engine(config.Configurable):
 
     def _ids(self, prompts: Iterable[str | Many[int]]) -> Iterator[tuple[int, ...]]:
         """The token ids of prompts."""
-        for prompt in prompts:
+        given = prompts if isinstance(prompts, str) else list(prompts)
+        if isinstance(given, str) or any(isinstance(prompt, int | np.integer) for prompt in given):
+            raise ConfigError(f"expected a list of prompts, not the single prompt {given!r}. Write it as [prompt]")
+        for prompt in given:
             yield self.request(prompt).ids if isinstance(prompt, str) else tuple(map(int, prompt))
 
     def warm_up(

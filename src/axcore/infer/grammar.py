@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 import numpy as np
 from jaxtyping import Int32
@@ -17,7 +17,7 @@ from axcore.config import ConfigError
 type GrammarKind = Literal["regex", "json_schema", "choice", "lark", "gbnf"]
 """The language of a grammar."""
 
-_KINDS = ("regex", "json_schema", "choice", "lark", "gbnf")
+_KINDS = get_args(GrammarKind.__value__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,7 @@ class GrammarCompiler(config.Configurable, abc.ABC):
 
     Args:
         tokens: the bytes of each token of the model's vocabulary, also those of incomplete characters. A token without
-            bytes has no text, such as an end token or padding.
+            bytes has no text, such as an EOS token or padding.
     """
 
     class Config(config.Config):

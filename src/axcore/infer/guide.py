@@ -24,7 +24,7 @@ NUM_CACHED = 128
 
 
 class Guide:
-    """The tokens that may follow in one sample: those of its grammar, and end tokens where the grammar is complete.
+    """The tokens that may follow in one sample: those of its grammar, and EOS tokens where the grammar is complete.
 
     Args:
         matcher: a matcher that no other sample has.
@@ -68,7 +68,7 @@ class Guide:
         return allowed | self._ends if matcher.is_complete else allowed
 
     def accept(self, token: int) -> None:
-        """Adds a sampled token that is not an end token."""
+        """Adds a sampled token that is not an EOS token."""
         try:
             self._matcher.accept(token)
         except AxcoreError as error:

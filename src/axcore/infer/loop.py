@@ -376,8 +376,8 @@ class EngineLoop:
 
 
 _NO_TOKEN = (
-    "no token can be sampled: the logits are not finite, or logit_bias and the grammar exclude every token. Check the "
-    "weights and the sampling options"
+    "no token can be sampled: the logits are not finite, or the grammar, logit_bias and min_tokens exclude every "
+    "token. Check the weights and the sampling options"
 )
 
 

@@ -15,7 +15,7 @@ from axcore.config.types import conforms, hints, required, widened
 from axcore.infer.grammar import Grammar
 
 type FinishReason = Literal["stop", "length", "cancelled"]
-"""Why a sample ended: an end token, stop token or stop string; the maximum length; or a call of `cancel`."""
+"""Why a sample ended: an EOS token, stop token or stop string; the maximum length; or a call of `cancel`."""
 
 Pooling = Literal["last", "mean"]
 """The hidden states of a prompt that are its embedding: those of its last token, or their mean."""
@@ -36,13 +36,13 @@ class SamplingOptions:
         logit_bias: added to the logits, by token id.
         seed: makes the sample reproducible, whichever requests run beside it; None: chosen at random.
         max_tokens: the maximum number of output tokens; None: up to the length of the context.
-        min_tokens: end and stop tokens are not sampled before this many output tokens. Stop strings end earlier, too.
+        min_tokens: EOS and stop tokens are not sampled before this many output tokens. Stop strings end earlier, too.
         stop: strings that end the sample. The output excludes them.
-        stop_token_ids: tokens that end the sample, besides the model's end tokens.
-        ignore_eos: whether the model's end tokens do not end the sample.
+        stop_token_ids: tokens that end the sample, besides the EOS tokens of the model.
+        ignore_eos: whether the EOS tokens of the model do not end the sample.
         logprobs: the number of most likely tokens whose log-probabilities are returned besides that of the sampled
             token; None: no log-probabilities.
-        grammar: what the text of the output must match; None: anything. End tokens are sampled only where the text is
+        grammar: what the text of the output must match; None: anything. EOS tokens are sampled only where the text is
             complete, and the sample ends where no text may follow, even before `min_tokens`. `max_tokens`, stop strings
             and stop tokens with text may end it before it is complete.
         prompt_logprobs: whether the first piece has the log-probabilities of the prompt, with the number of most likely

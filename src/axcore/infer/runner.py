@@ -300,6 +300,8 @@ class Runner:
         sequence, options = chunk.sequence, chunk.sequence.request.options
         if self._counted.get(_slot(chunk)) == sequence.id:
             return
+        # A sequence that was preempted may come back to an earlier slot, whose counts lack its newest tokens.
+        self._counted = {slot: id for slot, id in self._counted.items() if id != sequence.id}
         self._counted[_slot(chunk)] = sequence.id
         if options.frequency_penalty or options.presence_penalty or options.repetition_penalty != 1:
             self._programs.count(_slot(chunk), sequence.tokens, len(sequence.request.ids))

@@ -35,7 +35,7 @@ class Sequence:
         eos_ids: the tokens that end a sample of the model.
 
     Attributes:
-        tokens: the prompt and the output that is known, including an end token.
+        tokens: the prompt and the output that is known, including an EOS token.
         num_computed: the number of tokens that steps have computed or were given to compute. Drafts count when they are
             accepted.
         num_pending: the number of tokens that steps will surely sample and whose ids are unknown.
@@ -74,7 +74,7 @@ class Sequence:
 
     @property
     def output(self) -> list[int]:
-        """The known output, including an end token."""
+        """The known output, including an EOS token."""
         return self.tokens[len(self.request.ids) :]
 
     @property

@@ -1,4 +1,4 @@
-"""Choosing the first implementation of an order that supports a call, such as a kernel, and recording the choices."""
+"""Chooses the first implementation in an order that supports a call, such as a kernel, and records the choices."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Choice:
     """The implementation that a call runs.
 
     Attributes:
-        path: path of the slot of the implementations; the layer index in a scanned stack is `*`.
+        path: path of the slot that holds the implementations; the layer index in a scanned stack is `*`.
         requests: the requests that it must support: the different calls on one device, such as several with some
             strategies of context parallelism.
         chosen: the chosen implementation; None if none supports all requests.
         refused: those tried before it, each with the reason why it does not support one of the requests.
-        failure: what it means that none is chosen.
-        remedy: what to do then.
+        failure: the start of the error message if none is chosen.
+        remedy: its end: what to do.
         settings: the measured or default settings of the chosen one for each request, if it has any.
     """
 

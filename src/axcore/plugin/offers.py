@@ -53,7 +53,7 @@ class KVCacheOffer(Offer):
 
 
 class DrafterOffer(Offer):
-    """A subclass of `axcore.infer.speculation.Drafter`, for the field `speculation` of engines."""
+    """A subclass of `axcore.infer.speculation.Drafter`, for the slot `speculation` of an engine."""
 
     hook, kind, slot = "axcore_drafters", "drafter", "speculation"
     usage = "axcore generate --speculation {name}"
@@ -70,6 +70,7 @@ class GrammarCompilerOffer(Offer):
     """A subclass of `axcore.infer.GrammarCompiler`, for the slot `grammars` of an engine."""
 
     hook, kind, slot = "axcore_grammar_compilers", "grammar compiler", "grammars"
+    usage = "axcore serve --grammars {name}"
 
 
 class NumericsOffer(Offer):

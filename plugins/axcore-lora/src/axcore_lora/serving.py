@@ -13,7 +13,7 @@ import axcore as ax
 from axcore.config import AxcoreError, ConfigError, matches, walk
 from axcore.infer import Adapters
 from axcore.module import Tree, abstract
-from axcore.nn import Linear, unstack_arrays
+from axcore.nn import ContiguousCache, Linear, for_decoding, unstack_arrays
 from axcore_lora.adapter import Adapter
 from axcore_lora.adapter_params import SLOT, dotted
 from axcore_lora.layer import DoRA, scale
@@ -26,7 +26,8 @@ Path = tuple[Any, ...]
 class LoRAAdapters(Adapters):
     """LoRA adapters, one for each request. `Engine.load_adapter` takes a folder (see `Adapter.read`) or an `Adapter`.
 
-    An adapter of a smaller rank is padded with zeros. Experts and DoRA are not supported: merge such adapters.
+    An adapter of a smaller rank is padded with zeros. What it changes in layers that only training has, such as modules
+    for multi-token prediction, has no effect. Experts and DoRA are not supported: merge such adapters.
     """
 
     class Config(Adapters.Config):
@@ -112,9 +113,10 @@ class LoRAAdapters(Adapters):
 
 
 def _scaled(adapter: Adapter) -> Tree:
-    """The parameters of an adapter as float32 NumPy arrays, with the scale in b."""
+    """The parameters of an adapter in the layers that decode, as float32 NumPy arrays, with the scale in b."""
     made: Tree = {}
-    for path, (cfg, _) in adapters_of(adapter.cfg).items():
+    decoding = for_decoding(adapter.cfg, batch_size=1, max_len=2, cache=ContiguousCache.Config())
+    for path, (cfg, _) in adapters_of(decoding).items():
         if isinstance(cfg, DoRA.Config):
             raise AxcoreError(
                 f"{dotted(path)} has a DoRA adapter, which also changes the norms of the weight. Merge it (axcore "
@@ -163,6 +165,15 @@ def _of_slots(state: Tree, given: dict[Path, Tree], path: Path) -> Tree:
 
 
 def _padded(slots: Tree, given: Tree | None, path: Path) -> Tree:
+    """The arrays of one slot of a layer: `a` [input, max_rank] and `b` [max_rank, output], padded with zeros.
+
+    Args:
+        slots: shapes of the arrays of all slots.
+        given: the arrays of an adapter; None: zeros.
+
+    Raises:
+        AxcoreError: the rank is too large, a shape differs, or a value is not finite in the dtype of the slots.
+    """
     a, b = slots["a"], slots["b"]
     made = {
         "a": np.zeros((*a.shape[:-2], a.shape[-1]), a.dtype),

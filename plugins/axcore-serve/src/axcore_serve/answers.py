@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from axcore.config import AxcoreError
 from axcore.infer import Engine, Piece, Request, SamplingOptions
-from axcore_serve.bodies import FIELDS, Body, SamplingBody
+from axcore_serve.bodies import SamplingBody
 from axcore_serve.errors import ApiError, of_options
 from axcore_serve.samples import Wanted
 from axcore_serve.structured import Structure
@@ -127,6 +127,7 @@ def requests_of(
     body: SamplingBody,
     names: Mapping[str, str],
     structure: Structure | None,
+    adapter: str | None,
     **fields: Any,
 ) -> list[Wanted]:
     """The samples for `n` samples of each prompt, in the order of their indices.
@@ -134,6 +135,7 @@ def requests_of(
     Args:
         names: the parameters of the endpoint for fields of `SamplingOptions` and `Request`.
         structure: what the output must match; None: anything.
+        adapter: the adapter of the request; None: the model alone.
         fields: further fields of `SamplingOptions`.
 
     Raises:
@@ -143,18 +145,12 @@ def requests_of(
         fields, names = {**fields, "grammar": structure.grammar}, {**names, "grammar": structure.param}
     try:
         options = SamplingOptions(**body.sampling, **fields)
-        adapter = adapter_of(engine, body)
         found = [Request(tuple(ids), options, body.priority, body.cache_salt, adapter) for ids in prompts]
         for request in found:
             engine.check(request)
     except AxcoreError as error:
-        raise of_options(error, {**FIELDS, **names}) from error
+        raise of_options(error, {**names, "adapter": "model"}) from error
     return [Wanted(request, sample) for request in found for sample in range(body.n)]
-
-
-def adapter_of(engine: Engine, body: Body) -> str | None:
-    """The adapter of a request, whose model is an adapter or the model of the engine."""
-    return body.model if body.model in engine.adapters else None
 
 
 def encoded(engine: Engine, text: str, param: str, *, adds_special: bool = True) -> list[int]:

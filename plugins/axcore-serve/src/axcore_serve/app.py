@@ -119,19 +119,25 @@ class Service:
 
     async def _embeddings(self, request: Request) -> Response:
         return await self._answered(
-            request, EmbeddingBody, lambda body: EmbeddingAnswer(self._engine, body, self._pooling)
+            request,
+            EmbeddingBody,
+            lambda body: EmbeddingAnswer(self._engine, body, self._adapter(body), self._pooling),
         )
 
     async def _completions(self, request: Request) -> Response:
         return await self._answered(
             request,
             CompletionBody,
-            lambda body: CompletionAnswer(self._engine, body, self._tokens, scores_prompts=self._scores_prompts),
+            lambda body: CompletionAnswer(
+                self._engine, body, self._adapter(body), self._tokens, scores_prompts=self._scores_prompts
+            ),
         )
 
     async def _chats(self, request: Request) -> Response:
         return await self._answered(
-            request, ChatBody, lambda body: ChatAnswer(self._engine, body, self._tokens, self._template)
+            request,
+            ChatBody,
+            lambda body: ChatAnswer(self._engine, body, self._adapter(body), self._tokens, self._template),
         )
 
     async def _answered[B: Body](self, request: Request, form: type[B], answer_of: Callable[[B], Answer]) -> Response:
@@ -161,6 +167,10 @@ class Service:
     def _described(self, name: str) -> Json:
         described = {"id": name, "object": "model", "created": self._created, "owned_by": "axcore"}
         return described if name == self._name else {**described, "parent": self._name}
+
+    def _adapter(self, body: Body) -> str | None:
+        """The adapter of a request. If it was unloaded a moment ago, the engine refuses it."""
+        return None if body.model == self._name else body.model
 
     def _check_model(self, name: str) -> None:
         if name not in self._models_now:

@@ -22,6 +22,7 @@ class ChatAnswer(SampledAnswer):
     Args:
         engine: the engine.
         body: the request.
+        adapter: the adapter of the request; None: the model alone.
         tokens: the text of tokens.
         template: the chat template; None: the model has none.
 
@@ -32,7 +33,9 @@ class ChatAnswer(SampledAnswer):
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
 
-    def __init__(self, engine: Engine, body: ChatBody, tokens: TokenText, template: ChatTemplate | None):
+    def __init__(
+        self, engine: Engine, body: ChatBody, adapter: str | None, tokens: TokenText, template: ChatTemplate | None
+    ):
         if template is None:
             raise ApiError(400, "the model has no chat template. Use /v1/completions, or serve it with --chat-template")
         if body.top_logprobs is not None and not body.logprobs:
@@ -40,7 +43,12 @@ class ChatAnswer(SampledAnswer):
         tools = body.tools if body.tool_choice != "none" else []
         forced = _forced(body)
         if tools and not (template.takes_tools and template.reads_calls):
-            raise ApiError(400, "tools: the chat template of the model has no <tool_call>. Omit tools", param="tools")
+            raise ApiError(
+                400,
+                "tools: the chat template of the model has no <tool_call>. Omit tools, or start the server with "
+                "--chat-template and a template that has",
+                param="tools",
+            )
         messages = [_message(each, at) for at, each in enumerate(body.messages)]
         structure = structure_of(body, forced)
         if structure is not None and tools and not forced:
@@ -57,6 +65,7 @@ class ChatAnswer(SampledAnswer):
             body,
             {"ids": "messages", "max_tokens": limit, "logprobs": "top_logprobs"},
             structure,
+            adapter,
             max_tokens=getattr(body, limit),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )

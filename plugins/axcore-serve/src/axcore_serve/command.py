@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import pathlib
 import sys
@@ -86,7 +87,9 @@ def main(arguments: Sequence[str]) -> int:
     given = _parser().parse_args(arguments)
     for name in (*NUMBERS, "step-tokens"):
         value, least = getattr(given, name.replace("-", "_")), 0 if name == "max-queue" else 1
-        if value is not None and not value >= least and not (isinstance(value, float) and value > 0):
+        if isinstance(value, float) and not 0 < value < math.inf:
+            raise AxcoreError(f"--{name} must be above 0 and finite, not {value}")
+        if isinstance(value, int) and value < least:
             raise AxcoreError(f"--{name} must be at least {least}, not {value}")
     adapters = dict(map(_adapter, given.adapter))
     name = given.name or pathlib.PurePath(given.model).name

@@ -21,6 +21,7 @@ class CompletionAnswer(SampledAnswer):
     Args:
         engine: the engine.
         body: the request.
+        adapter: the adapter of the request; None: the model alone.
         tokens: the text of tokens.
         scores_prompts: whether the log-probabilities of prompts are available.
 
@@ -31,7 +32,9 @@ class CompletionAnswer(SampledAnswer):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def __init__(self, engine: Engine, body: CompletionBody, tokens: TokenText, *, scores_prompts: bool):
+    def __init__(
+        self, engine: Engine, body: CompletionBody, adapter: str | None, tokens: TokenText, *, scores_prompts: bool
+    ):
         prompts = [encoded(engine, each, "prompt") if isinstance(each, str) else each for each in body.prompt]
         longest = max(map(len, prompts))
         asked = "max_tokens" in body.model_fields_set
@@ -52,6 +55,7 @@ class CompletionAnswer(SampledAnswer):
             body,
             {"ids": "prompt"},
             structure_of(body),
+            adapter,
             max_tokens=max(1, max_tokens),
             logprobs=body.logprobs,
             prompt_logprobs=scores,

@@ -12,7 +12,7 @@ from axcore.config import AxcoreError
 from axcore.infer import Engine, Piece, Request, SamplingOptions
 from axcore.infer.embeddings import normalized
 from axcore.infer.requests import Pooling
-from axcore_serve.answers import Answer, Json, adapter_of, encoded
+from axcore_serve.answers import Answer, Json, encoded
 from axcore_serve.bodies import EmbeddingBody
 from axcore_serve.errors import ApiError, of_options
 from axcore_serve.samples import Wanted
@@ -24,6 +24,7 @@ class EmbeddingAnswer(Answer):
     Args:
         engine: the engine.
         body: the request.
+        adapter: the adapter of the request; None: the model alone.
         pooling: how hidden states are pooled; None: the server offers no embeddings.
 
     Raises:
@@ -32,18 +33,18 @@ class EmbeddingAnswer(Answer):
 
     counted = "input"
 
-    def __init__(self, engine: Engine, body: EmbeddingBody, pooling: Pooling | None):
+    def __init__(self, engine: Engine, body: EmbeddingBody, adapter: str | None, pooling: Pooling | None):
         if pooling is None:
             raise ApiError(400, "embeddings require a server that was started with --embeddings", code="unsupported")
         prompts = [encoded(engine, each, "input") if isinstance(each, str) else each for each in body.input]
         try:
             options = SamplingOptions(max_tokens=1)
-            fields = options, body.priority, body.cache_salt, adapter_of(engine, body), pooling
+            fields = options, body.priority, body.cache_salt, adapter, pooling
             requests = [Request(tuple(ids), *fields) for ids in prompts]
             for request in requests:
                 engine.check(request)
         except AxcoreError as error:
-            raise of_options(error, {"ids": "input"}) from error
+            raise of_options(error, {"ids": "input", "adapter": "model"}) from error
         super().__init__([Wanted(request, 0) for request in requests], is_stream=False)
         self._model, self._is_base64 = body.model, body.encoding_format == "base64"
         self._dimensions = body.dimensions

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
-from axcore.config import AxcoreError, did_you_mean
+from axcore.config import AxcoreError, ConfigError, did_you_mean
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 """The `type` of an error by its status. Other statuses below 500 are invalid requests."""
@@ -51,7 +51,9 @@ class ApiError(Exception):
 
 
 def of_engine(error: AxcoreError) -> ApiError:
-    """The error of an engine that failed or was closed, or whose logits are not finite."""
+    """The error of an engine that failed or was closed, whose logits are not finite, or that has lost an adapter."""
+    if isinstance(error, ConfigError) and str(error).startswith("request.adapter"):
+        return of_options(error, {"adapter": "model"})
     return ApiError(500, str(error), code="engine_error")
 
 
@@ -64,13 +66,11 @@ def of_options(error: AxcoreError, names: Mapping[str, str]) -> ApiError:
     """
     text = re.sub(r"\b(?:sampling|request)\.(\w+)", lambda match: names.get(match[1], match[1]), str(error))
     path = re.match(r"(?:sampling|request)\.(\w+)", str(error))
+    param = names.get(path[1], path[1]) if path else None
+    if path and path[1] == "adapter":
+        return ApiError(404, text, param=param, code="model_not_found")
     is_length = " leaves no room " in text or " exceed " in text
-    return ApiError(
-        400,
-        text,
-        param=names.get(path[1], path[1]) if path else None,
-        code="context_length_exceeded" if is_length else None,
-    )
+    return ApiError(400, text, param=param, code="context_length_exceeded" if is_length else None)
 
 
 def of_body(error: ValidationError, known: Mapping[str, Any]) -> ApiError:
@@ -84,7 +84,7 @@ def of_body(error: ValidationError, known: Mapping[str, Any]) -> ApiError:
     where = ".".join(str(part) for part in found["loc"] if isinstance(part, int) or re.fullmatch(r"\w+", part))
     if found["type"] == "extra_forbidden":
         near = did_you_mean(where, known) if "." not in where else ""
-        return ApiError(400, f"{where} is not a parameter of this endpoint.{near}", param=where)
+        return ApiError(400, f"{where} is not a parameter of this endpoint.{near or ' Omit it'}", param=where)
     if found["type"] == "missing":
         return ApiError(400, f"{where} is required", param=where)
     message = found["msg"].removeprefix("Value error, ").replace("Input should", "must", 1)

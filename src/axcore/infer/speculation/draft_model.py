@@ -6,10 +6,9 @@ import os
 from typing import TYPE_CHECKING, cast
 
 from axcore.config import ConfigError
-from axcore.infer.speculation.drafter import Drafter, Target
+from axcore.infer.speculation.drafter import Target
 from axcore.infer.speculation.model_drafter import ModelDrafter
 from axcore.module import Layer
-from axcore.nn import ContiguousCache, KVCache
 from axcore.plugin import recipe
 
 if TYPE_CHECKING:
@@ -30,14 +29,12 @@ class DraftModel(ModelDrafter):
             it.
     """
 
-    class Config(Drafter.Config):
+    class Config(ModelDrafter.Config):
         model: str = ""
         """A model folder, a run folder or a recipe with initial weights; empty: the argument `draft_model` of the
         engine."""
         dtype: str | None = None
         """Dtype of parameters and activations of a model that is loaded; None: the model's."""
-        cache: KVCache.Config = ContiguousCache.Config()
-        """Fills the cache slots of the model."""
 
     config: Config
 
@@ -49,7 +46,7 @@ class DraftModel(ModelDrafter):
                 f"engine.speculation: the draft model has vocab_size={given}, but the model {target.vocab_size}. Use a "
                 f"draft model with the same tokenizer"
             )
-        super().__init__(cfg, target, model, cfg.cache, NUM_NEW)
+        super().__init__(cfg, target, model, NUM_NEW)
 
 
 def _model(cfg: DraftModel.Config, target: Target) -> Layer:
