@@ -217,16 +217,18 @@ TABLES = jnp.asarray([[6, 1, 4, 8], [0, 7, 3, 8]])
     ids=str,
 )
 def test_decoding_equals_recomputation(cache, unstack):
-    """One and two tokens for each row, in scanned layers as well."""
+    """Prompts, and one and two tokens for each row, in scanned layers as well."""
     cfg = ax.select(tiny_model(), "decoder").set(num_layers=2)
     fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
     expected = np.asarray(jax.jit(lambda ids: fn(params, state, ids)[0][0])(IDS))
-    model = ax.pipe(cfg, ax.use("paged-attention", max_queries=2, interpret=True)).build(rngs=ax.Rngs(0))
+    model = ax.pipe(cfg, ax.use("paged-attention", interpret=True)).build(rngs=ax.Rngs(0))
     decoder, params, state = Decoder.of(model, cache=cache, batch_size=2, max_len=12, unstack=unstack)
     pages = TABLES if isinstance(cache, PagedCache.Config) else None
     step, lengths = jax.jit(decoder.__call__, donate_argnums=1), np.asarray([5, 4])
     prompt = Step(IDS[:, :5], jnp.zeros(2, jnp.int32), lengths=jnp.asarray(lengths), pages=pages)
-    _, state = step(params, state, prompt)
+    logits, state = step(params, state, prompt)
+    for row, length in enumerate(lengths):
+        np.testing.assert_allclose(logits[row, :length], expected[row, :length], rtol=0, atol=2e-5)
     for count in (1, 2, 1):
         tokens = jnp.stack([IDS[row, at : at + count] for row, at in enumerate(lengths)])
         logits, state = step(params, state, Step(tokens, jnp.asarray(lengths), pages=pages))

@@ -14,4 +14,6 @@ def axcore_features() -> list[Feature]:
 @hookimpl
 def axcore_attention_kernels() -> list[AttentionKernelOffer]:
     target = "axcore_paged_attention.kernel:PagedAttention"
-    return [AttentionKernelOffer("paged-attention", target, "Reads pages and cache rows in place on GPUs, for few queries per row.")]
+    return [
+        AttentionKernelOffer("paged-attention", target, "Reads pages and cache rows in place on GPUs; few queries.")
+    ]
