@@ -249,7 +249,8 @@ def test_decoding_on_a_mesh_equals_one_device():
 @pytest.mark.parametrize("target", ["gpu-a100-1", "gpu-h100-1", "gpu-b200-1", "gpu-h100-2"])
 @pytest.mark.parametrize("codes", [None, "int8"])
 def test_a_model_compiles_for_gpus(target, codes):
-    """The step of a decoder, with one kernel for each layer, on one device and with heads sharded over two."""
+    """Steps of a decoder with one token and with a part of a prompt for each row, on one device and with heads sharded
+    over two. Each layer has two kernels, since the keys are split."""
     cfg = ax.select(tiny_model(), Attention).set(num_heads=8, num_kv_heads=4, head_dim=64)
     cfg = ax.pipe(cfg.set(dtypes=ax.DTypes(compute="bfloat16")), ax.use("paged-attention"))
     cfg = ax.select(cfg, "decoder").set(num_layers=2)
@@ -263,7 +264,9 @@ def test_a_model_compiles_for_gpus(target, codes):
         return decoder(params, state, Step(ids, start, pages=pages))
 
     whole = jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec())
-    ids, start, pages = (jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole) for shape in ((4, 1), (4,), (4, 16)))
-    with layout.active():
-        text = jax.jit(step).lower(params, state, ids, start, pages).compile().as_text()
-    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 2
+    for width in (1, 64):
+        shapes = ((4, width), (4,), (4, 16))
+        ids, start, pages = (jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole) for shape in shapes)
+        with layout.active():
+            text = jax.jit(step).lower(params, state, ids, start, pages).compile().as_text()
+        assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 4
