@@ -130,7 +130,7 @@ TILINGS = {
 
 def products(depth: int, columns: int) -> Figures:
     """Microseconds of one product in each dtype, as the kernel and XLA compute it, as the profiler sees them on the
-    device. The weights exceed the L2 cache and are in the order of columns."""
+    device. The weights exceed the L2 cache and are in column-major order."""
     found: Figures = {}
     for dtype, tilings in TILINGS.items():
         copies = max(2, int(1.5e8 / (depth * columns * dtype(0).dtype.itemsize)))

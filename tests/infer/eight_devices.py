@@ -3,6 +3,7 @@
 SHAPES = {
     "tensor": {"tensor": 2},
     "tensor, more devices than kv heads": {"tensor": 4},
+    "more devices than rows": {"fsdp": 8},
     "expert": {"expert": 4},
     "data, tensor": {"data": 2, "tensor": 2},
     "fsdp, expert, tensor": {"fsdp": 2, "expert": 2, "tensor": 2},

@@ -16,7 +16,7 @@ from flax import nnx
 
 import axcore as ax
 from axcore.config import AxcoreError, ConfigError
-from axcore.infer import Engine, Request, SamplingOptions, Stream, loop as loop_module
+from axcore.infer import BeamOptions, Engine, Request, SamplingOptions, Stream, loop as loop_module
 from axcore.infer.loop import EngineLoop
 from axcore.infer.runner import Runner
 from axcore.infer.sequences import Sequence
@@ -362,7 +362,9 @@ def test_an_interpreter_that_ends_closes_its_engines():
 
 
 def test_prefix_caching_requires_pages(model):
-    with pytest.raises(ConfigError, match=r"engine\.prefix_caching=True requires pages in every layer"):
+    with pytest.raises(
+        ConfigError, match=r"engine\.prefix_caching=True requires pages .*layers\.0\.attention\.cache has"
+    ):
         Engine.Config(max_len=32, prefix_caching=True).build(model)
 
 
@@ -381,6 +383,15 @@ def test_texts_are_scored_as_their_tokens():
 def test_a_prompt_without_a_request_raises(engine, given):
     with pytest.raises(ConfigError, match=r"is not a Request\. Use engine\.request\(text"):
         engine.generate([given])
+
+
+def test_one_request_or_prompt_instead_of_a_list_raises(engine):
+    with pytest.raises(ConfigError, match=r"takes a list of requests.*engine\.generate\(\[request\]\)"):
+        engine.generate(Request((1, 2)))
+    for method in (engine.score, engine.embed, lambda prompts: engine.beam_search(prompts, BeamOptions(max_tokens=2))):
+        for prompt in ("def ", [1, 2], np.arange(3)):
+            with pytest.raises(ConfigError, match=r"expected a list of prompts.*Write it as \[prompt\]"):
+                method(prompt)
 
 
 def test_a_text_requires_a_tokenizer(engine):
@@ -449,3 +460,12 @@ def test_samples_of_a_request_share_its_prompt(engine):
     for wrong in (0, -1, 1.5, True):
         with pytest.raises(ConfigError, match="n must be an int of at least 1"):
             engine.generate(asked, n=wrong)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_caches_that_do_not_fit_in_memory_are_named(model, cache):
+    cfg = Engine.Config(max_len=32, max_rows=10**12, **CACHES[cache])
+    if cache == "paged":
+        cfg = cfg.set(max_rows=1, cache=cfg.cache.set(num_pages=10**13))
+    with pytest.raises(AxcoreError, match=r"caches .* do not fit in memory. Reduce max_rows .*num_pages .*EXHAUSTED"):
+        cfg.build(model)

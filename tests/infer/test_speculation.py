@@ -357,11 +357,11 @@ def test_state_that_cannot_be_rolled_back_is_refused(model):
     ring = RingCache.Config(window=8, spare=2)
     masked = ax.use("sliding-window", size=8)(tiny_model()).build(rngs=ax.Rngs(0))
     cfg = Engine.Config(max_len=MAX_LEN, max_rows=3, step_tokens=20, cache=ring)
-    with pytest.raises(ConfigError, match=r"num_speculative_tokens=3: the model can drop at most 2 tokens of a row"):
+    with pytest.raises(ConfigError, match=r"=3: model.*layers\.0\.attention\.cache can drop at most 2 tokens"):
         cfg.set(speculation=NGram.Config(num_speculative_tokens=3)).build(masked)
     recurrent = ax.use("mamba2", state_dim=4, head_dim=4, chunk=4)(tiny_model()).build(rngs=ax.Rngs(0))
     cfg = Engine.Config(max_len=MAX_LEN, max_rows=3, step_tokens=20)
-    with pytest.raises(ConfigError, match=r"drop at most 0 tokens .* speculation=None, because its layers keep state"):
+    with pytest.raises(ConfigError, match=r"=4: model.*layers\.0.* keeps state .*Set speculation=None"):
         cfg.set(speculation=NGram.Config()).build(recurrent)
 
 

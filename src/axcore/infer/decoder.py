@@ -15,7 +15,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from axcore.config import Config, ConfigError, walk
 from axcore.infer.adapters import Adapters
-from axcore.infer.decoding_model import empty_state, max_rollback, merged, paging_of, pruned, state_axes
+from axcore.infer.decoding_model import (
+    empty_state,
+    is_paged,
+    layers_with_state,
+    merged,
+    paging_of,
+    pruned,
+    state_axes,
+    state_shardings,
+)
 from axcore.infer.step import Step
 from axcore.module import DecodingState, Functional, Layer, Tree, abstract, functional
 from axcore.nn import (
@@ -79,6 +88,8 @@ class Decoder:
             pages, whichever row computed them. Otherwise it starts after tokens of its slot.
         max_rollback: the largest number of tokens that a step may roll back; None: any number. It is the smallest
             `max_rollback` of the configs of layers with decoding state, and 0 if one of them has no such attribute.
+        least_rollback_in: the path of the first layer with that `max_rollback`; empty if it is None.
+        unpaged: the paths of layers with decoding state that is not in pages.
         bytes_per_token: bytes of one token in the paged caches of all layers, on all devices together; 0 without
             pages.
         has_hidden_states: whether the model has a layer `norm` before its head, as `for_hidden_states` requires.
@@ -95,6 +106,8 @@ class Decoder:
     bytes_per_token: int = 0
     max_rollback: int | None = None
     has_hidden_states: bool = True
+    least_rollback_in: str = ""
+    unpaged: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -156,7 +169,7 @@ class Decoder:
         params = pruned(fn.axes, params)
         if layout is not None:
             params = jax.device_put(params, layout.shardings(params, fn.axes))
-            state = jax.device_put(state, layout.shardings(state, axes))
+            state = jax.device_put(state, state_shardings(layout, state, axes))
         params = column_major(cfg, params)
         return cls._of(fn, axes, cfg, params, state, batch_size, max_len, layout), params, state
 
@@ -189,19 +202,20 @@ class Decoder:
         cfg = for_decoding(cfg, batch_size=batch_size, max_len=max_len, cache=cache)
         fn, params, held = abstract(cfg)
         state = {"lengths": jax.ShapeDtypeStruct((batch_size,), jnp.int32), "model": held}
-        decoder = cls._of(fn, state_axes(fn, state, layout), cfg, params, state, batch_size, max_len, layout)
+        decoder = cls._of(fn, state_axes(fn), cfg, params, state, batch_size, max_len, layout)
         if layout is None:
             return decoder, params, state
 
-        def placed(arrays: Tree, axes: Tree) -> Tree:
-            shardings = layout.shardings(arrays, axes)
+        def placed(arrays: Tree, shardings: Tree) -> Tree:
             return jax.tree.map(
                 lambda array, sharding: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding),
                 arrays,
                 shardings,
             )
 
-        return decoder, column_major(cfg, placed(params, fn.axes)), placed(state, decoder.state_axes)
+        params = placed(params, layout.shardings(params, fn.axes))
+        state = placed(state, state_shardings(layout, state, decoder.state_axes))
+        return decoder, column_major(cfg, params), state
 
     @classmethod
     def _of(
@@ -221,8 +235,12 @@ class Decoder:
         limits = tuple(sorted({each for _, node in walk(cfg) if (each := getattr(node, "recompute_above", None))}))
         paging = paging_of(cfg)
         model = fn.bind(params, state["model"])
-        arrays = [node for _, node in nnx.iter_graph(model) if isinstance(node, DecodingState)]
-        paged = [each for each in arrays if "page" in each.get_metadata()["axes"]]
+        keeping = layers_with_state(model)
+        paged = [each for _, states in keeping.values() for each in states if is_paged(each)]
+        unpaged = tuple(path for path, (_, states) in keeping.items() if not all(map(is_paged, states)))
+        rollback = {path: getattr(layer.config, "max_rollback", 0) for path, (layer, _) in keeping.items()}
+        limited = {path: most for path, most in rollback.items() if most is not None}
+        least = min(limited, key=limited.__getitem__, default="")
         num_bytes = sum(each.whole.size * each.whole.dtype.itemsize for each in paged)
         return cls(
             fn,
@@ -232,9 +250,11 @@ class Decoder:
             layout,
             recompute_above=limits,
             paging=paging,
-            shares_prefixes=paging is not None and len(paged) == len(arrays) and not limits,
+            shares_prefixes=paging is not None and not unpaged and not limits,
             bytes_per_token=0 if paging is None else num_bytes // (paging.num_pages * paging.page_size),
-            max_rollback=max_rollback(model),
+            max_rollback=limited.get(least),
+            least_rollback_in=least,
+            unpaged=unpaged,
             has_hidden_states=isinstance(getattr(model, "norm", None), Layer),
         )
 
@@ -281,7 +301,7 @@ class Decoder:
         would compile again and could not use the donated memory."""
         if self.layout is None:
             return state
-        placed: Tree = jax.lax.with_sharding_constraint(state, self.layout.shardings(state, self.state_axes))
+        placed: Tree = jax.lax.with_sharding_constraint(state, state_shardings(self.layout, state, self.state_axes))
         return placed
 
     def _block(self, step: Step, held: Int[Array, " slots"]) -> tuple[_Block, Int[Array, " slots"]]:
@@ -384,8 +404,7 @@ class Decoder:
     def for_hidden_states(self) -> Decoder:
         """This decoder with hidden states [batch, logits, embed] in place of the logits: the result of the layer `norm`
         of the model, in the dtype of the model. Compiled programs omit the head. Requires `has_hidden_states`."""
-        fields = {field.name: getattr(self.fn, field.name) for field in dataclasses.fields(self.fn)}
-        return dataclasses.replace(self, fn=_HiddenStates(**fields))
+        return dataclasses.replace(self, fn=_HiddenStates(**vars(self.fn)))
 
     def _page_table(self, step: Step) -> Int[Array, "batch pages_per_row"] | None:
         """The page table of each row; None without paged caches."""

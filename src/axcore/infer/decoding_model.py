@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import PRNGKeyArray
 
-from axcore.config import Config, ConfigError, walk
+from axcore.config import AxcoreError, Config, ConfigError, walk
 from axcore.module import DecodingState, Functional, Layer, Rngs, Tree, functional
 from axcore.nn import KVCache, Paging
 from axcore.parallel import Layout
@@ -31,12 +31,20 @@ def paging_of(cfg: Config) -> Paging | None:
     return wanted
 
 
-def state_axes(fn: Functional, state: Tree, layout: Layout | None) -> Tree:
-    """The logical axes of the state. Rows and kv heads are replicated if their number is not a multiple of the number
-    of devices, as in a decoder of one row or with few kv heads."""
-    axes = {"lengths": ("batch",), "model": fn.state_axes}
-    if layout is None:
-        return axes
+def state_axes(fn: Functional) -> Tree:
+    """The logical axes of the state."""
+    return {"lengths": ("batch",), "model": fn.state_axes}
+
+
+def state_shardings(layout: Layout, state: Tree, axes: Tree) -> Tree:
+    """The sharding of each array of the decoding state. Rows and kv heads are replicated if their number is not a
+    multiple of the number of devices, as in a decoder of one row or with few kv heads.
+
+    Args:
+        layout: the mesh and rules.
+        state: the arrays or their shapes.
+        axes: the logical axes of each array.
+    """
 
     def fitting(array: jax.Array | jax.ShapeDtypeStruct, names: tuple[str | None, ...]) -> tuple[str | None, ...]:
         pairs = zip(names, array.shape, layout.spec(names), strict=True)
@@ -44,7 +52,7 @@ def state_axes(fn: Functional, state: Tree, layout: Layout | None) -> Tree:
             None if name in ("batch", "kv_head") and size % layout.size_of(at) else name for name, size, at in pairs
         )
 
-    return jax.tree.map(fitting, state, axes)
+    return layout.shardings(state, jax.tree.map(fitting, state, axes))
 
 
 def empty_state(cfg: Config, name: str, batch_size: int, layout: Layout | None) -> tuple[Functional, Tree, Tree]:
@@ -57,6 +65,7 @@ def empty_state(cfg: Config, name: str, batch_size: int, layout: Layout | None) 
 
     Raises:
         ConfigError: no layer has decoding state.
+        AxcoreError: the state does not fit in memory.
     """
     built: list[Functional] = []
 
@@ -72,12 +81,20 @@ def empty_state(cfg: Config, name: str, batch_size: int, layout: Layout | None) 
         return {"lengths": jnp.zeros((batch_size,), jnp.int32), "model": state}
 
     key = jax.random.key(0)
-    if layout is None:
-        state = jax.jit(empty)(key)
-        return built[0], state_axes(built[0], state, None), state
-    shapes = jax.eval_shape(empty, key)
-    axes = state_axes(built[0], shapes, layout)
-    return built[0], axes, jax.jit(empty, out_shardings=layout.shardings(shapes, axes))(key)
+    try:
+        if layout is None:
+            state = jax.jit(empty)(key)
+            return built[0], state_axes(built[0]), state
+        shapes = jax.eval_shape(empty, key)
+        axes = state_axes(built[0])
+        return built[0], axes, jax.jit(empty, out_shardings=state_shardings(layout, shapes, axes))(key)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise AxcoreError(
+            f"the KV caches and other decoding state of {batch_size} rows do not fit in memory. Reduce max_rows and "
+            f"max_len of the engine, or num_pages of paged caches ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def pruned(wanted: Tree, params: Tree) -> Tree:
@@ -95,10 +112,16 @@ def merged(fresh: Tree, held: Tree) -> Tree:
     }
 
 
-def max_rollback(model: nnx.Module) -> int | None:
-    """The largest number of tokens that all decoding state of a model can roll back; None: any number."""
-    keeping = [
-        each for _, each in nnx.iter_modules(model) if any(isinstance(x, DecodingState) for x in vars(each).values())
-    ]
-    found = [getattr(each.config, "max_rollback", 0) for each in keeping if isinstance(each, Layer)]
-    return min((each for each in found if each is not None), default=None)
+def layers_with_state(model: nnx.Module) -> dict[str, tuple[Layer, list[DecodingState]]]:
+    """The layers of a model that keep decoding state, and that state, by path."""
+    found = {}
+    for path, each in nnx.iter_modules(model):
+        states = [value for value in vars(each).values() if isinstance(value, DecodingState)]
+        if states and isinstance(each, Layer):
+            found[".".join(map(str, ("model", *path)))] = (each, states)
+    return found
+
+
+def is_paged(state: DecodingState) -> bool:
+    """Whether an array of the decoding state is in pages."""
+    return "page" in state.get_metadata()["axes"]

@@ -411,6 +411,8 @@ class Engine(config.Configurable):
         """
         if not conforms(n, PositiveInt):
             raise ConfigError(f"engine.generate: n must be an int of at least 1, not {n!r}")
+        if isinstance(requests, str | Request):
+            raise ConfigError("engine.generate takes a list of requests, not one. Use engine.generate([request])")
         streams = [self.stream(request, sample=sample) for request in requests for sample in range(n)]
         try:
             return [stream.result() for stream in streams]
@@ -506,7 +508,10 @@ class Engine(config.Configurable):
 
     def _ids(self, prompts: Iterable[str | Many[int]]) -> Iterator[tuple[int, ...]]:
         """The token ids of prompts."""
-        for prompt in prompts:
+        given = prompts if isinstance(prompts, str) else list(prompts)
+        if isinstance(given, str) or any(isinstance(prompt, int | np.integer) for prompt in given):
+            raise ConfigError(f"expected a list of prompts, not the single prompt {given!r}. Write it as [prompt]")
+        for prompt in given:
             yield self.request(prompt).ids if isinstance(prompt, str) else tuple(map(int, prompt))
 
     def warm_up(

@@ -35,10 +35,16 @@ def check_config(cfg: Engine.Config, decoder: Decoder, *, has_tokenizer: bool, h
             f"engine.max_len={cfg.max_len}: the keys of a row change when it passes {limit} tokens, so a longer prompt "
             f"must be computed in one step. Set max_len to at most {limit}, or max_rows=1 and step_tokens={cfg.max_len}"
         )
+    if cfg.prefix_caching and decoder.unpaged:
+        raise ConfigError(
+            f"engine.prefix_caching=True requires pages in every layer that keeps decoding state, and "
+            f"{decoder.unpaged[0]} has none. Choose a cache with pages if it is a cache, such as that of "
+            f"axcore-paged-kv; otherwise leave prefix_caching out"
+        )
     if cfg.prefix_caching and not decoder.shares_prefixes:
         raise ConfigError(
-            "engine.prefix_caching=True requires pages in every layer that keeps decoding state, as in "
-            "axcore-paged-kv. Choose such a cache, or leave prefix_caching out"
+            f"engine.prefix_caching=True: the keys of a row change when it passes {limit} tokens, so rows cannot share "
+            f"them. Leave prefix_caching out"
         )
     if cfg.speculation is not None:
         _check_speculation(cfg, cfg.speculation, decoder)
@@ -58,14 +64,15 @@ def _check_speculation(cfg: Engine.Config, speculation: Drafter.Config, decoder:
             "Leave prefix_caching out, or use another drafter"
         )
     if decoder.max_rollback is not None and count > decoder.max_rollback:
-        remedy = (
-            "Set speculation=None, because its layers keep state that cannot be rolled back"
-            if decoder.max_rollback == 0
-            else "Reduce num_speculative_tokens, or use caches that keep more tokens, such as a ring with more spare"
-        )
+        layer = decoder.least_rollback_in
+        if decoder.max_rollback == 0:
+            raise ConfigError(
+                f"{where}: {layer} keeps state that cannot be rolled back, so rejected drafts cannot be dropped. Set "
+                f"speculation=None, or use a model without such layers"
+            )
         raise ConfigError(
-            f"{where}: the model can drop at most {decoder.max_rollback} tokens of a row, such as rejected drafts. "
-            f"{remedy}"
+            f"{where}: {layer} can drop at most {decoder.max_rollback} tokens of a row, such as rejected drafts. "
+            f"Reduce num_speculative_tokens, or use a cache that keeps more tokens, such as a ring with more spare"
         )
 
 

@@ -9,9 +9,11 @@ import jax
 
 from axcore.config import AxcoreError, ConfigError, under
 from axcore.infer.engine import Engine
+from axcore.infer.handover import Prefill
 from axcore.module import DTypes, Layer, Rngs, Tree, abstract, initializer
 from axcore.nn import without_caches
 from axcore.parallel import Layout
+from axcore.plugin import Recipe, registry
 from axcore.train.checkpoint.initial import FromRun, initial_arrays
 from axcore.train.checkpoint.model_folder import ModelFolder, flat, like
 from axcore.train.data.tokenizers import Tokenizer
@@ -57,6 +59,8 @@ def load_model(
             )
     else:
         name = str(source)
+        if not pathlib.Path(name).exists() and registry().find(Recipe, name) is not None:
+            raise AxcoreError(f"{name!r} is a recipe, not a folder. Pass its config: axcore.recipe({name!r})")
         found = ModelFolder.open(source)
         cfg, tokenizer, initial = found.model, found.tokenizer, FromRun.Config(folder=name)
     if tokenizer is None or not hasattr(tokenizer, "build"):
@@ -100,6 +104,7 @@ def load_engine(
     *,
     dtype: str | None = None,
     layout: Layout | None = None,
+    prefill: Prefill | None = None,
 ) -> Engine:
     """An engine with the model and the tokenizer of `source`.
 
@@ -112,7 +117,8 @@ def load_engine(
         source, dtype: see `load_model`.
         cfg: the config of the engine.
         layout: the mesh and rules of weights and caches; None: a single device.
+        prefill: the engine that computes the prompts; None: this one.
     """
     model, tokenizer = load_model(source, dtype=dtype, layout=layout)
-    built: Engine = cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids, layout=layout)
+    built: Engine = cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids, layout=layout, prefill=prefill)
     return built

@@ -12,6 +12,7 @@ from jaxtyping import Array, Shaped
 
 from axcore.config import ConfigError
 from axcore.infer.decoder import Decoder
+from axcore.infer.decoding_model import state_shardings
 from axcore.infer.host_pool import HostLimits
 from axcore.module import Tree
 
@@ -146,8 +147,9 @@ def _block_sharding(
         return sharding
     block = jax.ShapeDtypeStruct((1, *_without(array, axis).shape), array.dtype)
     names = (None, *names[:axis], *names[axis + 1 :])
-    found: Sharding = decoder.layout.shardings({"model": {path: block}}, {"model": {path: names}})["model"][path]
-    return found
+    found = state_shardings(decoder.layout, {"model": {path: block}}, {"model": {path: names}})
+    of_block: Sharding = found["model"][path]
+    return of_block
 
 
 def _without(array: Array, axis: int) -> jax.ShapeDtypeStruct:

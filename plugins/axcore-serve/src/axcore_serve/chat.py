@@ -43,7 +43,12 @@ class ChatAnswer(SampledAnswer):
         tools = body.tools if body.tool_choice != "none" else []
         forced = _forced(body)
         if tools and not (template.takes_tools and template.reads_calls):
-            raise ApiError(400, "tools: the chat template of the model has no <tool_call>. Omit tools", param="tools")
+            raise ApiError(
+                400,
+                "tools: the chat template of the model has no <tool_call>. Omit tools, or start the server with "
+                "--chat-template and a template that has",
+                param="tools",
+            )
         messages = [_message(each, at) for at, each in enumerate(body.messages)]
         structure = structure_of(body, forced)
         if structure is not None and tools and not forced:

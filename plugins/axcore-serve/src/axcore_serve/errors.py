@@ -84,7 +84,7 @@ def of_body(error: ValidationError, known: Mapping[str, Any]) -> ApiError:
     where = ".".join(str(part) for part in found["loc"] if isinstance(part, int) or re.fullmatch(r"\w+", part))
     if found["type"] == "extra_forbidden":
         near = did_you_mean(where, known) if "." not in where else ""
-        return ApiError(400, f"{where} is not a parameter of this endpoint.{near}", param=where)
+        return ApiError(400, f"{where} is not a parameter of this endpoint.{near or ' Omit it'}", param=where)
     if found["type"] == "missing":
         return ApiError(400, f"{where} is required", param=where)
     message = found["msg"].removeprefix("Value error, ").replace("Input should", "must", 1)

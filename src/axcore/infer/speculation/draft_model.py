@@ -9,7 +9,6 @@ from axcore.config import ConfigError
 from axcore.infer.speculation.drafter import Target
 from axcore.infer.speculation.model_drafter import ModelDrafter
 from axcore.module import Layer
-from axcore.nn import ContiguousCache, KVCache
 from axcore.plugin import recipe
 
 if TYPE_CHECKING:
@@ -36,8 +35,6 @@ class DraftModel(ModelDrafter):
         engine."""
         dtype: str | None = None
         """Dtype of parameters and activations of a model that is loaded; None: the model's."""
-        cache: KVCache.Config = ContiguousCache.Config()
-        """Fills the cache slots of the model."""
 
     config: Config
 
@@ -49,7 +46,7 @@ class DraftModel(ModelDrafter):
                 f"engine.speculation: the draft model has vocab_size={given}, but the model {target.vocab_size}. Use a "
                 f"draft model with the same tokenizer"
             )
-        super().__init__(cfg, target, model, cfg.cache, NUM_NEW)
+        super().__init__(cfg, target, model, NUM_NEW)
 
 
 def _model(cfg: DraftModel.Config, target: Target) -> Layer:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from axcore.config import ConfigError
 from axcore.infer.decoder import Decoder
+from axcore.infer.decoding_model import state_shardings
 from axcore.module import Functional, Layer, Tree
 from axcore.nn import TokenInfo
 
@@ -31,13 +32,12 @@ def keeping_hidden_states(decoder: Decoder, state: Tree, model: Layer) -> tuple[
             f"engine.speculation reads the hidden states of the layer `decoder`, but {type(model).__name__} has none. "
             f"Use a model such as CausalLM, or another drafter"
         )
-    fields = {field.name: getattr(decoder.fn, field.name) for field in dataclasses.fields(decoder.fn)}
     axes = decoder.state_axes | {"model": decoder.state_axes["model"] | {NAME: ("batch", None, None)}}
     kept = jnp.zeros((decoder.batch_size, decoder.max_len, dim), dtype.compute)
     if decoder.layout is not None:
-        kept = jax.device_put(kept, decoder.layout.shardings({NAME: kept}, {NAME: ("batch", None, None)})[NAME])
+        kept = jax.device_put(kept, state_shardings(decoder.layout, {NAME: kept}, {NAME: ("batch", None, None)})[NAME])
     new = dataclasses.replace(
-        decoder, fn=_Keeping(**fields), state_axes=axes, shares_prefixes=False, has_hidden_states=False
+        decoder, fn=_Keeping(**vars(decoder.fn)), state_axes=axes, shares_prefixes=False, has_hidden_states=False
     )
     return new, state | {"model": state["model"] | {NAME: kept}}
 

@@ -20,7 +20,7 @@ from axcore.infer.sequences import Sequence
 from axcore.infer.speculation.drafter import Drafter, Drafts, Target
 from axcore.infer.step import Step
 from axcore.module import Layer, Tree
-from axcore.nn import KVCache
+from axcore.nn import ContiguousCache, KVCache
 
 WIDTHS = (16, 64, 256)
 """The numbers of tokens to which chunks of prompts are padded."""
@@ -35,22 +35,26 @@ class ModelDrafter(Drafter):
     Args:
         target: the model whose tokens it predicts.
         model: the model that drafts, with the call signature of `axcore.nn.CausalLM`.
-        cache: fills its cache slots.
         num_new: the largest number of tokens of a row that the model computes for drafts; more are computed before, in
             chunks, as those of a prompt are.
     """
 
+    class Config(Drafter.Config):
+        cache: KVCache.Config = ContiguousCache.Config()
+        """Fills the cache slots of the model that drafts."""
+
+    config: Config
     shift: ClassVar[int] = 0
     """The index of the token of a sequence that is the first one in the row of the model."""
     keeps_drafts: ClassVar[bool] = True
     """Whether what the model computes for accepted drafts is what it would compute for known tokens."""
 
-    def __init__(self, cfg: Drafter.Config, target: Target, model: Layer, cache: KVCache.Config, num_new: int):
+    def __init__(self, cfg: Config, target: Target, model: Layer, num_new: int):
         super().__init__(cfg, target)
         self._vocab_size, self._num_new = target.vocab_size, num_new
         self._decoder, self._params, self._state = Decoder.of(
             model,
-            cache=cache,
+            cache=cfg.cache,
             batch_size=target.decoder.batch_size,
             max_len=target.decoder.max_len + cfg.num_speculative_tokens,
             layout=target.decoder.layout,
@@ -58,8 +62,9 @@ class ModelDrafter(Drafter):
         most = self._decoder.max_rollback
         if most is not None and most < cfg.num_speculative_tokens:
             raise ConfigError(
-                f"engine.speculation.num_speculative_tokens={cfg.num_speculative_tokens}: the draft model can drop at "
-                f"most {most} tokens of a row, such as rejected drafts. Use a draft model with KV caches in all layers"
+                f"engine.speculation.num_speculative_tokens={cfg.num_speculative_tokens}: "
+                f"{self._decoder.least_rollback_in} of the draft model can drop at most {most} tokens of a row, such "
+                f"as rejected drafts. Use a draft model with KV caches in all layers"
             )
         self._rows: dict[int, _Row] = {}
         self._prefill = jax.jit(self._trace_prefill, donate_argnums=1)

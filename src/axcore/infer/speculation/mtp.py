@@ -14,7 +14,7 @@ from axcore.infer.speculation.hidden_states import NAME
 from axcore.infer.speculation.model_drafter import ModelDrafter
 from axcore.infer.step import Step
 from axcore.module import DecodingState, Layer, Rngs, Tree, abstract, functional
-from axcore.nn import CausalLM, ContiguousCache, KVCache, MultiTokenPrediction, TokenInfo
+from axcore.nn import CausalLM, MultiTokenPrediction, TokenInfo
 
 
 class MTP(ModelDrafter):
@@ -27,8 +27,6 @@ class MTP(ModelDrafter):
 
     class Config(ModelDrafter.Config):
         num_speculative_tokens: PositiveInt = 1
-        cache: KVCache.Config = ContiguousCache.Config()
-        """Fills the cache slots of the module."""
 
         @property
         def reads_hidden_states(self) -> bool:
@@ -40,7 +38,7 @@ class MTP(ModelDrafter):
 
     def __init__(self, cfg: Config, target: Target):
         model = _module(target, target.decoder.max_len + cfg.num_speculative_tokens)
-        super().__init__(cfg, target, model, cfg.cache, 1 + cfg.num_speculative_tokens)
+        super().__init__(cfg, target, model, 1 + cfg.num_speculative_tokens)
         self._read = target.state
 
     def inputs(self) -> Tree:

@@ -26,6 +26,11 @@ class RingCache(KVCache):
         spare: ax.NonNegativeInt = 4
         """Number of tokens that can be rolled back. Rolling back further gives NaN."""
 
+        @property
+        def max_rollback(self) -> int:
+            """See `KVCache.Config`."""
+            return self.spare
+
         def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> RingCache.Config:
             """Sets the batch size. The size of the ring does not depend on `max_len`."""
             return self.set(batch_size=batch_size)
