@@ -36,7 +36,7 @@ class SamplingOptions:
         logit_bias: added to the logits, by token id.
         seed: makes the sample reproducible, whichever requests run beside it; None: chosen at random.
         max_tokens: the maximum number of output tokens; None: up to the length of the context.
-        min_tokens: end and stop tokens are not sampled before this many output tokens. Stop strings end earlier, too.
+        min_tokens: EOS and stop tokens are not sampled before this many output tokens. Stop strings end earlier, too.
         stop: strings that end the sample. The output excludes them.
         stop_token_ids: tokens that end the sample, besides the EOS tokens of the model.
         ignore_eos: whether the EOS tokens of the model do not end the sample.

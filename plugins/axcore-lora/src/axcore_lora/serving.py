@@ -165,6 +165,15 @@ def _of_slots(state: Tree, given: dict[Path, Tree], path: Path) -> Tree:
 
 
 def _padded(slots: Tree, given: Tree | None, path: Path) -> Tree:
+    """The arrays of one slot of a layer: `a` [input, max_rank] and `b` [max_rank, output], padded with zeros.
+
+    Args:
+        slots: shapes of the arrays of all slots.
+        given: the arrays of an adapter; None: zeros.
+
+    Raises:
+        AxcoreError: the rank is too large, a shape differs, or a value is not finite in the dtype of the slots.
+    """
     a, b = slots["a"], slots["b"]
     made = {
         "a": np.zeros((*a.shape[:-2], a.shape[-1]), a.dtype),

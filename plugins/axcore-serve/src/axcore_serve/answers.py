@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from axcore.config import AxcoreError
 from axcore.infer import Engine, Piece, Request, SamplingOptions
-from axcore_serve.bodies import FIELDS, SamplingBody
+from axcore_serve.bodies import SamplingBody
 from axcore_serve.errors import ApiError, of_options
 from axcore_serve.samples import Wanted
 from axcore_serve.structured import Structure
@@ -149,7 +149,7 @@ def requests_of(
         for request in found:
             engine.check(request)
     except AxcoreError as error:
-        raise of_options(error, {**FIELDS, **names, "adapter": "model"}) from error
+        raise of_options(error, {**names, "adapter": "model"}) from error
     return [Wanted(request, sample) for request in found for sample in range(body.n)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 import pydantic_core
@@ -14,6 +13,11 @@ from axcore_serve.errors import ApiError, of_body
 MAX_SAMPLES = 128
 MAX_STOPS = 4
 DEFAULT_COMPLETION_TOKENS = 16
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("logit_bias", "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
+)
+"""The parameters that are fields of `SamplingOptions`, except for `max_tokens` and `logprobs`."""
 
 
 class Part(BaseModel):
@@ -164,24 +168,12 @@ class SamplingBody(Body):
     @property
     def sampling(self) -> dict[str, Any]:
         """The fields of `SamplingOptions` that were given, except for `max_tokens` and `logprobs`."""
-        found = {name: getattr(self, given) for name, given in FIELDS.items()}
+        found = {name: getattr(self, name) for name in SAMPLING}
         return {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in found.items()
             if value is not None
         }
-
-
-_SAME = (
-    *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
-    *("logit_bias", "seed", "min_tokens", "stop"),
-)
-FIELDS: Mapping[str, str] = {
-    **{name: name for name in _SAME},
-    "stop_token_ids": "stop_token_ids",
-    "ignore_eos": "ignore_eos",
-}
-"""The parameter for each field of `SamplingOptions`."""
 
 
 class CompletionBody(SamplingBody):

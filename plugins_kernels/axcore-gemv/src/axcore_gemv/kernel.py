@@ -103,6 +103,7 @@ def _wide(w: Any, dtype: Any) -> Any:
 
 
 def _both(inside: Any, live: Any, shape: tuple[int, int]) -> Any:
+    """The mask of a tile [outputs, inputs], from those of its outputs and of its inputs; None: all elements exist."""
     masks = [None if inside is None else inside[:, None], None if live is None else live[None]]
     found = [jnp.broadcast_to(mask, shape) for mask in masks if mask is not None]
     return functools.reduce(jnp.logical_and, found) if found else None
