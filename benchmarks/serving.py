@@ -22,6 +22,7 @@ import axcore as ax
 from axcore.infer import Engine, Request, SamplingOptions
 from axcore.infer.load_test import Load, measure
 from axcore.nn import Attention, CausalLM, FeedForward, KVCache, Linear, Repeat, TransformerLayer
+from axcore.parallel import Mesh
 from axcore.plugin import KVCacheOffer, offered
 
 BFLOAT16 = jnp.bfloat16
@@ -36,10 +37,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64], help="concurrent requests of each case")
     parser.add_argument("--cache", action="append", help="a KV cache, such as paged-kv:page_size=64; repeatable")
     parser.add_argument("--use", action="append", default=[], help="a feature or other offer; repeatable")
+    parser.add_argument("--tensor", type=int, default=1, help="GPUs that share heads and hidden features")
     parser.add_argument("--idle", action="store_true", help="also trace the device while all rows decode")
     given = parser.parse_args()
     model = decoding_model(given)
-    bound = copy_bandwidth() / weight_bytes(model)
+    bound = given.tensor * copy_bandwidth() / weight_bytes(model)
     facts = {"card": jax.devices()[0].device_kind, "jax": jax.__version__, "bound_tokens_per_s": round(bound, 1)}
     lines = []
     for cache in given.cache or ["contiguous"]:
@@ -74,7 +76,8 @@ def decoding_model(given: Any) -> ax.Layer:
 def case(model: ax.Layer, cache: KVCache.Config, rows: int, given: Any) -> dict[str, Any]:
     cfg = Engine.Config(cache=cache, max_rows=rows, max_len=given.input + given.output, step_tokens=given.step_tokens)
     began = time.perf_counter()
-    with cfg.build(model) as engine:
+    layout = Mesh(shape={"tensor": given.tensor}).make(jax.devices()[: given.tensor]) if given.tensor > 1 else None
+    with cfg.build(model, layout=layout) as engine:
         engine.warm_up(("greedy",))
         measure(engine, Load(1, 1, given.input, 2))
         start = time.perf_counter() - began
@@ -98,7 +101,7 @@ def idle(engine: Engine, rows: int, given: Any) -> dict[str, float]:
 
     for _ in range(steps):  # until all prompts are computed
         step()
-    found = summary(step, steps)
+    found = summary(step, 16)
     for stream in streams:
         stream.cancel()
     return {"traced_step_ms": found["step"], "idle_share": found["idle"] / found["step"]}

@@ -104,7 +104,18 @@ def commands(given: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
     if "engine" in given.groups:
         small = ["--dim", "64", "--heads", "4", "--hidden", "128", "--layers", "2", "--vocab", "512"]
         small += ["--input", "16", "--output", "8", "--requests", "4", "--rows", "1", "4"]
-        engine = [sys.executable, str(HERE / "serving.py"), "--cache", "paged-kv", "--tensor", str(min(4, given.gpus))]
+        engine = [
+            sys.executable,
+            str(HERE / "serving.py"),
+            "--cache",
+            "paged-kv",
+            "--use",
+            "cudnn",
+            "--use",
+            "paged-attention",
+            "--tensor",
+            str(min(4, given.gpus)),
+        ]
         yield "engine", engine + (small if given.tiny else [])
 
 

@@ -460,3 +460,12 @@ def test_samples_of_a_request_share_its_prompt(engine):
     for wrong in (0, -1, 1.5, True):
         with pytest.raises(ConfigError, match="n must be an int of at least 1"):
             engine.generate(asked, n=wrong)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_caches_that_do_not_fit_in_memory_are_named(model, cache):
+    cfg = Engine.Config(max_len=32, max_rows=10**12, **CACHES[cache])
+    if cache == "paged":
+        cfg = cfg.set(max_rows=1, cache=cfg.cache.set(num_pages=10**13))
+    with pytest.raises(AxcoreError, match=r"caches .* do not fit in memory. Reduce max_rows .*num_pages .*EXHAUSTED"):
+        cfg.build(model)

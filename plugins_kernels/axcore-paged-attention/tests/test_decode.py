@@ -132,8 +132,10 @@ CALLS = [
     *(Call(dtype=dtype, heads=heads, splits=2) for dtype in ("bfloat16", "float16") for heads in (2, 4)),
     *(Call(codes=codes, heads=heads, splits=2) for codes in ("int8", "float8_e4m3fn") for heads in (2, 4)),
     *(Call(dtype=dtype, codes="int8", heads=4) for dtype in ("bfloat16", "float16")),
+    Call(queries=70, lengths=(90, 70), dtype="bfloat16"),  # parts of prompts: two tiles, one part of the keys
+    Call(queries=70, lengths=(90, 70), window=9, sinks=True),
 ]
-SHORT, IN_CI = (1, 4), (5, 11, 12, 15, 18, 21)
+SHORT, IN_CI = (1, 4), (5, 11, 12, 15, 18, 21, 24)
 
 
 def marked(index: int, call: Call):
@@ -162,8 +164,8 @@ def test_heads_and_lse_equal_float64(call: Call) -> None:
 @pytest.mark.parametrize(
     ("name", "wrong", "call"),
     [
-        ("_bounds", lambda right: lambda allowed: right(allowed).at[:, 1].add(-1), Call(splits=2)),
-        ("_bounds", lambda right: lambda allowed: right(allowed).at[:, 0].add(1), Call(window=9)),
+        ("_bounds", lambda right: lambda seen: right(seen).at[:, 1].add(-16), Call(splits=2)),
+        ("_bounds", lambda right: lambda seen: right(seen).at[:, 0].add(16), Call(window=9)),
         ("_products", lambda right: lambda q, k, dot: right(q, k, dot) * 1.02, Call()),
         ("_joined", lambda right: lambda state: right(state)._replace(highest=state.highest[:1]), Call(splits=2)),
         (

@@ -63,7 +63,7 @@ def built(**fields) -> PagedAttention:
     [
         {},
         {"query_len": 8},
-        {"phase": "prefill", "query_len": 2},
+        {"phase": "prefill", "query_len": 128},
         {"num_kv_heads": 1},
         {"dtype": np.dtype(np.float32)},
         {"codes": np.dtype(np.int8)},
@@ -88,7 +88,7 @@ def test_supported_requests(changes):
         ({"platform": "cpu"}, "requires an NVIDIA GPU, got cpu"),
         ({"platform": "tpu"}, "requires an NVIDIA GPU, got tpu"),
         ({"phase": "train"}, "has no backward pass"),
-        ({"query_len": 9}, "supports max_queries=8 queries per row, got 9"),
+        ({"query_len": 129}, "supports max_queries=128 queries per row, got 129"),
         ({"dtype": np.dtype(np.float64)}, "not float64"),
         ({"head_dim": 576}, "requires a head_dim from 1 to 256, got 576"),
         ({"value_dim": 512}, "requires a value_dim from 1 to 256, got 512"),
@@ -133,6 +133,8 @@ def test_settings_are_tunable():
     assert len({tuple(each.items()) for each in (default, *others)}) == 1 + len(others)
     one = dataclasses.replace(WELL, batch=1)
     assert built().settings(one)["splits"] == 16  # parts of 64 keys
+    parts = dataclasses.replace(WELL, batch=8, query_len=128, phase="prefill")
+    assert built().settings(parts)["splits"] == 1  # 512 programs or more
     grouped = dataclasses.replace(WELL, num_kv_heads=8)
     assert built().settings(grouped)["block"] == 64
     assert built().settings(dataclasses.replace(grouped, head_dim=256))["block"] == 32
@@ -179,8 +181,8 @@ def test_the_feature_keeps_the_kernels_of_other_calls():
 def chosen(cfg, queries: int, cache, target="NVIDIA H200") -> set[str]:
     """The names of the kernels of a step with this many tokens for each row."""
     layout = Mesh().abstract(1, "gpu", target)
-    decoder, params, state = Decoder.abstract(cfg, cache=cache, batch_size=2, max_len=32)
-    pages = jnp.zeros((2, 8), jnp.int32) if isinstance(cache, PagedCache.Config) else None
+    decoder, params, state = Decoder.abstract(cfg, cache=cache, batch_size=2, max_len=160)
+    pages = jnp.zeros((2, 40), jnp.int32) if isinstance(cache, PagedCache.Config) else None
     phase = "decode" if queries <= 8 else "prefill"
     step = Step(jnp.zeros((2, queries), jnp.int32), jnp.zeros(2, jnp.int32), pages=pages, phase=phase)
     with layout.active(), recording() as choices:
@@ -196,8 +198,8 @@ def chosen(cfg, queries: int, cache, target="NVIDIA H200") -> set[str]:
 def test_mesh_rules_decode_with_the_kernel(cache, target):
     cfg = ax.pipe(ax.recipe("llama-1b"), ax.target(target)).model
     cfg = ax.select(cfg, "decoder").set(num_layers=1)
-    assert chosen(cfg, 1, cache) == chosen(cfg, 8, cache) == {"PagedAttention"}
-    assert chosen(cfg, 16, cache) == {"ReferenceKernel" if target == "gpu-a100-1" else "CudnnKernel"}
+    assert chosen(cfg, 1, cache) == chosen(cfg, 128, cache) == {"PagedAttention"}
+    assert chosen(cfg, 144, cache) == {"ReferenceKernel" if target == "gpu-a100-1" else "CudnnKernel"}
 
 
 IDS = jax.random.randint(jax.random.key(4), (2, 9), 0, 32)
@@ -215,16 +217,18 @@ TABLES = jnp.asarray([[6, 1, 4, 8], [0, 7, 3, 8]])
     ids=str,
 )
 def test_decoding_equals_recomputation(cache, unstack):
-    """One and two tokens for each row, in scanned layers as well."""
+    """Prompts, and one and two tokens for each row, in scanned layers as well."""
     cfg = ax.select(tiny_model(), "decoder").set(num_layers=2)
     fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
     expected = np.asarray(jax.jit(lambda ids: fn(params, state, ids)[0][0])(IDS))
-    model = ax.pipe(cfg, ax.use("paged-attention", max_queries=2, interpret=True)).build(rngs=ax.Rngs(0))
+    model = ax.pipe(cfg, ax.use("paged-attention", interpret=True)).build(rngs=ax.Rngs(0))
     decoder, params, state = Decoder.of(model, cache=cache, batch_size=2, max_len=12, unstack=unstack)
     pages = TABLES if isinstance(cache, PagedCache.Config) else None
     step, lengths = jax.jit(decoder.__call__, donate_argnums=1), np.asarray([5, 4])
     prompt = Step(IDS[:, :5], jnp.zeros(2, jnp.int32), lengths=jnp.asarray(lengths), pages=pages)
-    _, state = step(params, state, prompt)
+    logits, state = step(params, state, prompt)
+    for row, length in enumerate(lengths):
+        np.testing.assert_allclose(logits[row, :length], expected[row, :length], rtol=0, atol=2e-5)
     for count in (1, 2, 1):
         tokens = jnp.stack([IDS[row, at : at + count] for row, at in enumerate(lengths)])
         logits, state = step(params, state, Step(tokens, jnp.asarray(lengths), pages=pages))
@@ -245,7 +249,8 @@ def test_decoding_on_a_mesh_equals_one_device():
 @pytest.mark.parametrize("target", ["gpu-a100-1", "gpu-h100-1", "gpu-b200-1", "gpu-h100-2"])
 @pytest.mark.parametrize("codes", [None, "int8"])
 def test_a_model_compiles_for_gpus(target, codes):
-    """The step of a decoder, with one kernel for each layer, on one device and with heads sharded over two."""
+    """Steps of a decoder with one token and with a part of a prompt for each row, on one device and with heads sharded
+    over two. Each layer has two kernels, since the keys are split."""
     cfg = ax.select(tiny_model(), Attention).set(num_heads=8, num_kv_heads=4, head_dim=64)
     cfg = ax.pipe(cfg.set(dtypes=ax.DTypes(compute="bfloat16")), ax.use("paged-attention"))
     cfg = ax.select(cfg, "decoder").set(num_layers=2)
@@ -259,7 +264,9 @@ def test_a_model_compiles_for_gpus(target, codes):
         return decoder(params, state, Step(ids, start, pages=pages))
 
     whole = jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec())
-    ids, start, pages = (jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole) for shape in ((4, 1), (4,), (4, 16)))
-    with layout.active():
-        text = jax.jit(step).lower(params, state, ids, start, pages).compile().as_text()
-    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 2
+    for width in (1, 64):
+        shapes = ((4, width), (4,), (4, 16))
+        ids, start, pages = (jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole) for shape in shapes)
+        with layout.active():
+            text = jax.jit(step).lower(params, state, ids, start, pages).compile().as_text()
+        assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 4

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import PRNGKeyArray
 
-from axcore.config import Config, ConfigError, walk
+from axcore.config import AxcoreError, Config, ConfigError, walk
 from axcore.module import DecodingState, Functional, Layer, Rngs, Tree, functional
 from axcore.nn import KVCache, Paging
 from axcore.parallel import Layout
@@ -65,6 +65,7 @@ def empty_state(cfg: Config, name: str, batch_size: int, layout: Layout | None) 
 
     Raises:
         ConfigError: no layer has decoding state.
+        AxcoreError: the state does not fit in memory.
     """
     built: list[Functional] = []
 
@@ -80,12 +81,20 @@ def empty_state(cfg: Config, name: str, batch_size: int, layout: Layout | None) 
         return {"lengths": jnp.zeros((batch_size,), jnp.int32), "model": state}
 
     key = jax.random.key(0)
-    if layout is None:
-        state = jax.jit(empty)(key)
-        return built[0], state_axes(built[0]), state
-    shapes = jax.eval_shape(empty, key)
-    axes = state_axes(built[0])
-    return built[0], axes, jax.jit(empty, out_shardings=state_shardings(layout, shapes, axes))(key)
+    try:
+        if layout is None:
+            state = jax.jit(empty)(key)
+            return built[0], state_axes(built[0]), state
+        shapes = jax.eval_shape(empty, key)
+        axes = state_axes(built[0])
+        return built[0], axes, jax.jit(empty, out_shardings=state_shardings(layout, shapes, axes))(key)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise AxcoreError(
+            f"the KV caches and other decoding state of {batch_size} rows do not fit in memory. Reduce max_rows and "
+            f"max_len of the engine, or num_pages of paged caches ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def pruned(wanted: Tree, params: Tree) -> Tree:

@@ -72,10 +72,8 @@ class Generator:
         if cache is None:
             self._sample = jax.jit(self._recomputed)
         else:
-            step_tokens = max(context, 0 if speculation is None else speculation.num_speculative_tokens) + 1
-            cfg = Engine.Config(
-                cache=cache, max_rows=1, max_len=context + 1, step_tokens=step_tokens, speculation=speculation
-            )
+            size = context + 1
+            cfg = Engine.Config(cache=cache, max_rows=1, max_len=size, step_tokens=size, speculation=speculation)
             self._engine = cfg.build(model, eos_ids=self._eos_ids, layout=layout)
             weakref.finalize(self, self._engine.close)
 

@@ -24,8 +24,8 @@ HALF = (jnp.bfloat16, jnp.float16)
 def gpu(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
     """FSDP over as few hosts as the state requires, remat and microbatches that fit, and compiler options. On the
     GPUs in `CUDNN_KINDS`, attention layers of 16-bit dtypes without an explicit kernel get the cuDNN kernel. On all of
-    these GPUs they decode with the kernel `paged-attention`. On those in `HOPPER`, mixtures of experts get the grouped
-    product `mosaic-gpu`; see `with_grouped_matmul`.
+    these GPUs, engines decode and compute parts of prompts with `paged-attention`. On those in `HOPPER`, mixtures of
+    experts get the grouped product `mosaic-gpu`; see `with_grouped_matmul`.
 
     Raises:
         ConfigError: no installed plugin offers one of the kernels or the grouped product.
@@ -38,7 +38,8 @@ def gpu(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
     cfg = cfg.set(compiler_options={**cfg.compiler_options, **options(kind, accelerator.count, sizes)})
     if kind in HOPPER:
         cfg = with_grouped_matmul(cfg, "mosaic-gpu", HALF)
-    # The first only decodes. On A100s the second is the default kernel, since cuDNN does not support packed rows there.
+    # The first serves engines only. On A100s the second is the default kernel, since cuDNN does not support packed
+    # rows there.
     return with_kernel(cfg, ("paged-attention", "cudnn" if kind in CUDNN_KINDS else "reference"), HALF)
 
 

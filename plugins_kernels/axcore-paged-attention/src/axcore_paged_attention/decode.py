@@ -1,8 +1,8 @@
-"""Attention of a few queries to the keys of a KV cache, in one pass over the cache, with Pallas for Triton.
+"""Attention of the queries of decoding and of parts of prompts to the keys of a KV cache, with Pallas for Triton.
 
-The keys of each row are split into parts (flash decoding). A program computes one part of one kv head for all queries
-that share the head. A second kernel merges the parts by their log-sum-exp. Programs read only the keys between the
-first and the last that a query of the row sees.
+The keys of each row are split into parts (flash decoding). A program computes one part of one kv head for up to `ROWS`
+of the queries that share the head. A second kernel merges the parts by their log-sum-exp, if there are several.
+Programs read only the blocks of keys between the first and the last that a query of the row sees.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.sharding import AbstractDevice, AbstractMesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int, Num
 
 ROWS = 64
@@ -86,10 +87,14 @@ def decode_attention(
     Returns:
         The heads in the dtype of q, 0 for queries without keys and sinks, and the log-sum-exp, then below -1e30.
     """
+    # Programs read whole blocks of the mask.
+    allowed = jnp.pad(allowed, ((0, 0), (0, 0), (0, -allowed.shape[2] % form.block)))
+    seen = allowed.any(1)
     operands: tuple[Array, ...] = (
         pool.layer,
         pool.table,
-        _bounds(allowed),
+        _bounds(seen),
+        seen.astype(jnp.int8),
         allowed.astype(jnp.int8),
         q,
         pool.k,
@@ -109,7 +114,10 @@ def _attended(
     """The merged parts. `operands` are those of `_kernel`."""
 
     def call(operands: tuple[Array, ...], sinks: tuple[Array, ...]) -> tuple[Array, Array]:
-        return _merged(form, dtype, *_parts(form, *operands), *sinks)
+        if form.splits > 1 or sinks:
+            return _merged(form, dtype, *_parts(form, jnp.float32, *operands), *sinks)
+        heads, lse = _parts(form, dtype, *operands)
+        return heads[0], lse[0]
 
     # Triton has only three grid axes, which the kernels use, so `vmap` calls them once for each element.
     heads, lse = jax.custom_batching.sequential_vmap(call)(operands, sinks)
@@ -131,10 +139,10 @@ def rows_of(queries: int, group: int, dot_rows: int) -> int:
 
 
 def _parts(
-    form: Form, *operands: Array
-) -> tuple[Float32[Array, "split batch query head value_dim"], Float32[Array, "split batch query head"]]:
-    """The heads and the log-sum-exp of each part of the keys. `operands` are those of `_kernel`."""
-    _, _, _, _, q, _, v, *scales = operands
+    form: Form, dtype: DTypeLike, *operands: Array
+) -> tuple[Float[Array, "split batch query head value_dim"], Float32[Array, "split batch query head"]]:
+    """The heads in `dtype` and the log-sum-exp of each part of the keys. `operands` are those of `_kernel`."""
+    _, _, _, _, _, q, _, v, *scales = operands
     batch, queries, num_heads, _ = q.shape
     kv_heads, value_dim = v.shape[-2:]
     rows = rows_of(queries, num_heads // kv_heads, form.dot_rows)
@@ -146,7 +154,7 @@ def _parts(
         grid=(kv_heads, form.splits, batch * tiles),
         in_specs=[whole] * len(operands),
         out_specs=[whole, whole],
-        out_shape=[jax.ShapeDtypeStruct((*shape, value_dim), jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32)],
+        out_shape=[jax.ShapeDtypeStruct((*shape, value_dim), dtype), jax.ShapeDtypeStruct(shape, jnp.float32)],
         compiler_params=triton.CompilerParams(num_warps=form.num_warps, num_stages=form.num_stages),
         interpret=form.interpret,
         name="paged_attention",
@@ -191,10 +199,10 @@ def _compiled_for(device_kind: str | None) -> Iterator[None]:
         yield
 
 
-def _bounds(allowed: Bool[Array, "batch_or_1 query kv_seq"]) -> Int[Array, "batch_or_1 2"]:
+def _bounds(seen: Bool[Array, "batch_or_1 kv_seq"]) -> Int[Array, "batch_or_1 2"]:
     """The first key that a query sees, and the end of the last; the end is 0 if there is none."""
-    seen, index = allowed.any(1), jnp.arange(allowed.shape[2], dtype=jnp.int32)
-    first = jnp.where(seen, index, allowed.shape[2]).min(1)
+    index = jnp.arange(seen.shape[1], dtype=jnp.int32)
+    first = jnp.where(seen, index, seen.shape[1]).min(1)
     return jnp.stack([first, jnp.where(seen, index + 1, 0).max(1)], axis=1)
 
 
@@ -216,6 +224,7 @@ def _kernel(
     layer_ref: Any,
     table_ref: Any,
     bounds_ref: Any,
+    seen_ref: Any,
     allowed_ref: Any,
     q_ref: Any,
     k_ref: Any,
@@ -244,17 +253,10 @@ def _kernel(
     layer = layer_ref[0]
     shared = 0 if allowed_ref.shape[0] == 1 else batch
     first, end = bounds_ref[shared, 0], bounds_ref[shared, 1]
+    first = jax.lax.div(first, form.block) * form.block  # the loads of the mask are aligned
     each = pl.cdiv(pl.cdiv(end - first, form.block), form.splits) * form.block
     first += split * each
     end = jnp.minimum(first + each, end)
-
-    def seen_by(key: Array) -> Array:
-        """Which keys each row sees, [rows, block], or [1, block] if all rows are of one query."""
-        exists = (key < end)[None]
-        if queries == 1:
-            return triton.load(allowed_ref.at[shared, 0, key[None]], mask=exists, other=0) > 0
-        mask = exists & (row < queries * group)[:, None]
-        return triton.load(allowed_ref.at[shared, query[:, None], key[None]], mask=mask, other=0) > 0
 
     def read(ref: Any, at: tuple[Array, Array], dims: Array, size: int, seen: Array) -> Array:
         page, place = (x[:, None] for x in at)
@@ -265,8 +267,12 @@ def _kernel(
 
     def body(index: Array, state: _State) -> _State:
         key = first + index * form.block + jnp.arange(form.block)
-        allowed = seen_by(key)
-        seen = allowed[0] if allowed.shape[0] == 1 else allowed.astype(jnp.int32).max(0) > 0
+        # Loaded instead of computed from `allowed`, so that the loads of keys do not wait for a reduction.
+        seen = triton.load(seen_ref.at[shared, key]) > 0
+        allowed = seen[None]
+        if queries > 1:
+            mask = (row < queries * group)[:, None]
+            allowed = triton.load(allowed_ref.at[shared, query[:, None], key[None]], mask=mask, other=0) > 0
         # Pages of keys that no query sees are also read, so that this does not wait for `allowed`.
         page = triton.load(table_ref.at[batch, jax.lax.div(key, page_size)], mask=key < end, other=0)
         at = jnp.clip(page, 0, num_pages - 1), jax.lax.rem(key, page_size)
@@ -293,7 +299,7 @@ def _kernel(
     lse = jnp.where(total > 0, (highest + jnp.log2(found)) * math.log(2), LOW * 2)
     mask = exists & (value_dims < value_dim)[None]
     place = heads_ref.at[split, batch, query[:, None], head[:, None], value_dims[None]]
-    triton.store(place, heads / found[:, None], mask=mask)
+    triton.store(place, (heads / found[:, None]).astype(heads_ref.dtype), mask=mask)
     triton.store(lse_ref.at[split, batch, query, head], lse, mask=row < queries * group)
 
 

@@ -1,4 +1,4 @@
-"""The attention kernel for decoding."""
+"""The attention kernel for decoding and for parts of prompts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ from axcore.nn import (
     visible,
 )
 from axcore.parallel import target_device
-from axcore_paged_attention.decode import Form, Pool, decode_attention, rows_of
+from axcore_paged_attention.decode import ROWS, Form, Pool, decode_attention, rows_of
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 LARGEST_HEAD_DIM = 256
 PROGRAMS = 4096
 """Number of programs that the default number of splits aims at: many for each of the 132 multiprocessors of an H100, so
 that rows of different lengths do not leave multiprocessors without work."""
+FULL_PROGRAMS = 256
+"""The same for programs whose queries fill a product on tensor cores, which are long: each part of the keys writes the
+heads of all queries."""
 MIN_KEYS = 64
 """Smallest number of keys in a part, if rows have as many keys as the cache has places."""
 _WITHOUT_FLOAT8 = ("A100", "A800", "A10", "A30", "A40", "RTX A")
@@ -41,7 +44,7 @@ _WITHOUT_FLOAT8 = ("A100", "A800", "A10", "A30", "A40", "RTX A")
 
 
 class PagedAttention(TunableKernel):
-    """Attention of decoding on NVIDIA GPUs, which reads the keys and values of a KV cache once and in place.
+    """Attention of decoding and of parts of prompts on NVIDIA GPUs, which reads keys and values of a KV cache in place.
 
     It reads pages and rows of a cache, as bfloat16, float16, float32, int8 or float8_e4m3fn numbers, and supports every
     mask, grouped-query attention, softcap, sinks, the log-sum-exp and several queries per row. Keys are split into
@@ -50,9 +53,9 @@ class PagedAttention(TunableKernel):
     """
 
     class Config(TunableKernel.Config):
-        max_queries: ax.PositiveInt = 8
-        """Largest number of queries of a row, such as draft tokens that are verified. Kernels for prefill are faster
-        with more."""
+        max_queries: ax.PositiveInt = 128
+        """Largest number of queries of a row: draft tokens that are verified, or parts of prompts. By default, it is
+        the largest part of an engine."""
         block: ax.PositiveInt | None = None
         """Keys that a program reads at once, a power of two from 16 on; None: 64 on tensor cores, otherwise 32, and
         half of it for a head_dim above 128."""
@@ -153,9 +156,10 @@ class PagedAttention(TunableKernel):
 
 
 def use_paged_attention(
-    cfg: ax.Config, max_queries: int = 8, interpret: bool = False, where: ax.Where = Attention
+    cfg: ax.Config, max_queries: int = 128, interpret: bool = False, where: ax.Where = Attention
 ) -> ax.Config:
-    """Lets every selected attention decode with `PagedAttention`. Other calls run the kernels that it had before.
+    """Lets every selected attention decode with `PagedAttention`, and compute parts of prompts. Other calls run the
+    kernels that it had before.
 
     Args:
         max_queries, interpret: see `PagedAttention.Config`.
@@ -246,4 +250,5 @@ def _splits(request: KernelRequest, rows: int) -> int:
     """The default number of parts."""
     queries = request.query_len * request.num_heads // request.num_kv_heads
     programs = request.batch * request.num_kv_heads * -(-queries // rows)
-    return max(1, min(-(-PROGRAMS // programs), request.key_len // MIN_KEYS))
+    wanted = FULL_PROGRAMS if rows == ROWS else PROGRAMS
+    return max(1, min(-(-wanted // programs), request.key_len // MIN_KEYS))

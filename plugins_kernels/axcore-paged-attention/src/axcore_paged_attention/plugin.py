@@ -8,10 +8,12 @@ axcore_api = 2
 @hookimpl
 def axcore_features() -> list[Feature]:
     target = "axcore_paged_attention.kernel:use_paged_attention"
-    return [Feature("paged-attention", target, "Decoding reads KV caches in place, before the other kernels (GPU).")]
+    return [Feature("paged-attention", target, "Decoding and parts of prompts read KV caches in place (GPU).")]
 
 
 @hookimpl
 def axcore_attention_kernels() -> list[AttentionKernelOffer]:
     target = "axcore_paged_attention.kernel:PagedAttention"
-    return [AttentionKernelOffer("paged-attention", target, "Decoding from pages and cache rows in place on GPUs.")]
+    return [
+        AttentionKernelOffer("paged-attention", target, "Reads pages and cache rows in place on GPUs; few queries.")
+    ]
