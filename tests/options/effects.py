@@ -22,6 +22,7 @@ from axcore.parallel import Remat, SaveMatmuls
 from axcore.train import FromRun, JsonlWriter
 from axcore_gemv.matmul import Gemv
 from axcore_guided.compiler import LLGuidance
+from axcore_lora import LoRAAdapters
 
 Field = tuple[type[Config], str]
 
@@ -53,6 +54,7 @@ def nothing(path, axes):
 
 
 VALUES: dict[str, tuple[object, ...]] = {
+    "axcore.infer.engine.Engine.adapters": (LoRAAdapters.Config(where=("nowhere",)),),
     "axcore.infer.engine.Engine.speculation": (MTP.Config(),),
     "axes": (("kv_seq",), ("kv_seq", None), ("kv_seq", None, None)),
     **{f"axcore.module.layer.DTypes.{name}": ("float16",) for name in ("param", "compute", "accumulate", "output")},

@@ -48,16 +48,13 @@ class CausalConv(ax.Layer):
         """[batch, seq, input_dim] -> the same shape, in the compute dtype."""
         (batch, seq, dim), reach = x.shape, self.config.width - 1
         x = documents.only_tokens(x)
-        past = jnp.zeros((batch, reach, dim), x.dtype)
-        if self.past is not None:
-            assert documents.cached is not None
-            past = documents.cached.take(self.past)
+        past = jnp.zeros((batch, reach, dim), x.dtype) if self.past is None else documents.rows.take(self.past)
         row = jnp.concatenate([past.astype(x.dtype), x], axis=1)
         y = jnp.zeros(x.shape, jnp.float32)
         for k, weight in enumerate(self.weight[...].astype(jnp.float32)):
             y += documents.where_same(reach - k, row[:, k : k + seq] * weight)
         if self.bias is not None:
             y += self.bias[...].astype(jnp.float32)
-        if self.past is not None and documents.cached is not None:
-            documents.cached.put(self.past, documents.ending(past, x))
+        if self.past is not None:
+            documents.rows.put(self.past, documents.ending(past, x))
         return y.astype(self.dtypes.compute)

@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from axcore.module import ContextError
 from axcore.nn import CachedRows, TokenInfo
 
 
@@ -48,6 +49,17 @@ class Documents:
         if valid is not None:
             begins &= valid
         return cls(jnp.cumsum(begins, axis=1, dtype=jnp.int32), valid, cached)
+
+    @property
+    def rows(self) -> CachedRows:
+        """The cached rows that the tokens continue.
+
+        Raises:
+            ContextError: the model was called without a `Decoder`.
+        """
+        if self.cached is None:
+            raise ContextError("a layer with decoding state must be called through axcore.infer.Decoder")
+        return self.cached
 
     def only_tokens(self, x: jax.Array) -> jax.Array:
         """x [batch, seq, features], 0 at padding."""
