@@ -9,7 +9,7 @@ from . import eight_devices
 
 CASES = [  # shape, has pages, is a mixture of experts, on how many devices each cache is divided
     pytest.param("tensor, more devices than kv heads", True, False, 1, marks=pytest.mark.long),
-    pytest.param("more devices than rows", False, False, 1, marks=pytest.mark.long),
+    pytest.param("more devices than rows", False, False, 1, marks=pytest.mark.slow),
     pytest.param("tensor", True, True, 2, marks=pytest.mark.slow),
     pytest.param("tensor", False, False, 2, marks=pytest.mark.slow),
     pytest.param("expert", False, True, 4, marks=pytest.mark.slow),

@@ -84,20 +84,23 @@ def run(model, cache, prompts, **fields):
         return engine.generate(asked)
 
 
-@pytest.mark.long
+IN_CI = [("latent", PAGED), ("windows", CONTIGUOUS), ("hybrid", PAGED)]
+AT_NIGHT = [
+    ("latent", CONTIGUOUS),
+    ("cross-layer", CONTIGUOUS),
+    ("cross-layer", PAGED),
+    ("windows", PAGED),
+    ("mamba2", CONTIGUOUS),
+    ("moe", PAGED),
+    ("differential", PAGED),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "cache"),
     [
-        ("latent", CONTIGUOUS),
-        ("latent", PAGED),
-        ("cross-layer", CONTIGUOUS),
-        ("cross-layer", PAGED),
-        ("windows", CONTIGUOUS),
-        ("windows", PAGED),
-        ("mamba2", CONTIGUOUS),
-        ("hybrid", PAGED),
-        ("moe", PAGED),
-        ("differential", PAGED),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in IN_CI),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in AT_NIGHT),
     ],
     ids=lambda each: each if isinstance(each, str) else type(each).__qualname__.split(".")[0],
 )

@@ -17,6 +17,8 @@ from axcore.testing.devices import on_devices
 
 from .offload_models import CASES, GREEDY, MAX_LEN, prompts, requests
 
+IN_CI = ("paged-int8", "ring", "mamba2-paged")
+
 
 def interrupted(engine, low, high, resume=None):
     """The tokens of the requests `low` and `high`, of which the latter arrive when the first of `low` has run a while.
@@ -53,8 +55,9 @@ def alone(engine, asked):
     return [engine.generate([request])[0].ids for request in asked]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in IN_CI else pytest.mark.slow) for name in CASES]
+)
 def test_offloaded_samples_and_handovers_change_nothing(name):
     """In one engine, so that it compiles once: samples that start here, and samples that another engine started."""
     case = CASES[name]
@@ -208,7 +211,7 @@ def on_eight_devices_and_one():
     return found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_engine_on_eight_devices():
     eight, one = on_devices(on_eight_devices_and_one)
     assert eight == one

@@ -19,7 +19,7 @@ from axcore.train.data import ByteTokenizer
 from axcore_paged_kv.cache import PagedCache
 from axcore_ring_kv.cache import RingCache
 
-LONG = pytest.mark.long
+LONG, SLOW = pytest.mark.long, pytest.mark.slow
 MAX_LEN = 48
 CACHES = {"contiguous": {}, "paged": {"cache": PagedCache.Config(page_size=4, num_pages=24)}}
 OPTIONS = (
@@ -106,10 +106,10 @@ def expected(model):
 @pytest.mark.parametrize(
     "drafter",
     [
-        pytest.param(NGram.Config(prompt_lookup_min=1), id="ngram", marks=LONG),
+        pytest.param(NGram.Config(prompt_lookup_min=1), id="ngram", marks=SLOW),
         pytest.param(Scripted.Config(), id="often right"),
-        pytest.param(Scripted.Config(percent_right=100, num_speculative_tokens=5), id="right", marks=LONG),
-        pytest.param(Scripted.Config(percent_right=10, num_speculative_tokens=1), id="often wrong", marks=LONG),
+        pytest.param(Scripted.Config(percent_right=100, num_speculative_tokens=5), id="right", marks=SLOW),
+        pytest.param(Scripted.Config(percent_right=10, num_speculative_tokens=1), id="often wrong", marks=SLOW),
     ],
 )
 def test_tokens_are_those_without_drafts(model, expected, cache, drafter):
@@ -123,7 +123,7 @@ def test_tokens_are_those_without_drafts(model, expected, cache, drafter):
     assert stats.pages is None or stats.pages.live == 0
 
 
-@pytest.mark.parametrize("cache", [pytest.param("contiguous", marks=LONG), "paged"])
+@pytest.mark.parametrize("cache", [pytest.param("contiguous", marks=SLOW), "paged"])
 def test_one_row_needs_a_step_for_each_rejected_draft_only(model, cache):
     """In a single row, n tokens with right drafts take (n - 1) / (1 + k) steps after the prompt."""
     (ids,) = prompts((6,), seed=1)
@@ -188,8 +188,8 @@ def noisy(model, stddev):
     return nnx.merge(graph, jax.tree.unflatten(structure, leaves), rest)
 
 
-@pytest.mark.parametrize("cache", [pytest.param("contiguous", marks=LONG), "paged"])
-@pytest.mark.parametrize(("stddev", "least", "most"), [pytest.param(0.0, 0.98, 1.0, marks=LONG), (0.03, 0.15, 0.97)])
+@pytest.mark.parametrize("cache", [pytest.param("contiguous", marks=SLOW), "paged"])
+@pytest.mark.parametrize(("stddev", "least", "most"), [pytest.param(0.0, 0.98, 1.0, marks=SLOW), (0.03, 0.15, 0.97)])
 def test_a_draft_model_changes_no_token(model, expected, cache, stddev, least, most):
     asked, pieces = expected
     cfg = DraftModel.Config(num_speculative_tokens=3)
@@ -209,8 +209,8 @@ def predicting():
     return ax.pipe(cfg, ax.use("rope")).build(rngs=ax.Rngs(0))
 
 
-@pytest.mark.parametrize("cache", [pytest.param("contiguous", marks=LONG), "paged"])
-@pytest.mark.parametrize("count", [1, pytest.param(3, marks=LONG)])
+@pytest.mark.parametrize("cache", [pytest.param("contiguous", marks=SLOW), "paged"])
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=SLOW)])
 def test_multi_token_prediction_drafts_what_the_module_predicts(predicting, monkeypatch, cache, count):
     """Its first drafts are those of full recomputation in training, also after rejected drafts and in reused slots."""
     fn, params, state = functional(predicting)

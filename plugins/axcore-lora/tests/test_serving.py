@@ -260,7 +260,7 @@ def test_an_adapter_of_some_layers_leaves_the_others(model, logprobs):
             engine.load_adapter("all", A)
 
 
-@pytest.mark.parametrize("numerics", ["int8", "int4"])
+@pytest.mark.parametrize("numerics", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_adapters_of_quantized_weights(numerics):
     """Equal the same quantized weights with the adapter attached, since merging would round the sum."""
     wide = ax.select(BASE.set(dim=32), ax.nn.FeedForward).set(hidden_dim=64)
@@ -322,6 +322,7 @@ def on_eight_devices_and_one():
     return found
 
 
+@pytest.mark.slow
 def test_adapters_on_eight_devices():
     for (ids, scores), (alone, expected) in zip(*on_devices(on_eight_devices_and_one), strict=True):
         assert ids == alone
