@@ -20,12 +20,6 @@ EOS = 5
 CACHES = {"contiguous": {}, "paged": {"cache": PagedCache.Config(page_size=4, num_pages=64)}}
 
 
-@pytest.fixture(scope="module")
-def model():
-    cfg = ax.select(tiny_model(), "embedding").set(init=ax.nn.Normal(stddev=1.0))
-    return ax.pipe(cfg, ax.use("rope")).build(rngs=ax.Rngs(0))
-
-
 @pytest.fixture(scope="module", params=CACHES)
 def engine(request, model):
     cfg = Engine.Config(max_len=40, max_rows=4, step_tokens=20, **CACHES[request.param])

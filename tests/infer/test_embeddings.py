@@ -18,12 +18,6 @@ CACHES = {"contiguous": {}, "paged": {"cache": PagedCache.Config(page_size=4, nu
 LENGTHS = (1, 2, 16, 17, 19, 20, 21, 40, 41, 47)
 
 
-@pytest.fixture(scope="module")
-def model():
-    cfg = ax.select(tiny_model(), "embedding").set(init=ax.nn.Normal(stddev=1.0))
-    return ax.pipe(cfg, ax.use("rope")).build(rngs=ax.Rngs(0))
-
-
 @pytest.fixture(scope="module", params=CACHES)
 def engine(request, model):
     cfg = Engine.Config(max_len=MAX_LEN, max_rows=3, step_tokens=20, **CACHES[request.param])

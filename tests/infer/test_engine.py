@@ -32,12 +32,6 @@ GREEDY = SamplingOptions(temperature=0.0, max_tokens=9)
 CACHES = {"contiguous": {}, "paged": {"cache": PagedCache.Config(page_size=4, num_pages=24)}}
 
 
-@pytest.fixture(scope="module")
-def model():
-    cfg = ax.select(tiny_model(), "embedding").set(init=ax.nn.Normal(stddev=1.0))
-    return ax.pipe(cfg, ax.use("rope")).build(rngs=ax.Rngs(0))
-
-
 @pytest.fixture(scope="module", params=CACHES)
 def engine(request, model):
     cfg = Engine.Config(max_len=MAX_LEN, max_rows=3, step_tokens=20, **CACHES[request.param])

@@ -64,12 +64,6 @@ class Scripted(Drafter):
         )
 
 
-@pytest.fixture(scope="module")
-def model():
-    cfg = ax.select(tiny_model(), "embedding").set(init=ax.nn.Normal(stddev=1.0))
-    return ax.pipe(cfg, ax.use("rope")).build(rngs=ax.Rngs(0))
-
-
 def prompts(lengths, seed=0):
     rng = np.random.default_rng(seed)
     return [tuple(rng.integers(6, VOCAB_SIZE, length).tolist()) for length in lengths]
