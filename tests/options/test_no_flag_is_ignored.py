@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import json
 import pathlib
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -115,9 +116,14 @@ VALUES = {
     "export --step": "7",
     "export --tokenizer": "{here}/tokenizer.json",
     "generate --cache": "none",
+    "generate --choice": "yes",
     "generate --dtype": "bfloat16",
+    "generate --grammar": "{here}/rules.lark",
+    "generate --grammars": "llguidance:whitespace=",
+    "generate --json-schema": "{here}/other.json",
     "generate --mesh": "tensor=1",
     "generate --prompt": "b",
+    "generate --regex": "[0-9]",
     "generate --seed": "1",
     "generate --set": "model.softcap=3",
     "generate --speculation": "ngram",
@@ -200,6 +206,7 @@ WITH = {
         for flag in ("cache", "max-rows", "step-tokens")
     },
     "export --force": ["--config", "{here}/other.json"],
+    "generate --grammars": ["--regex", "[0-9]"],
     "generate --seed": ["--temperature", "1"],
 }
 """Further arguments that a flag requires in order to have an effect."""
@@ -246,7 +253,9 @@ def summary(value):
         return [summary(part) for part in value]
     if isinstance(value, jax.Array | np.ndarray):
         return str(value.dtype), repr(value)
-    return getattr(value, "config", value).text() if isinstance(getattr(value, "config", None), Config) else repr(value)
+    if isinstance(getattr(value, "config", None), Config):
+        return value.config.text()
+    return re.sub(" at 0x[0-9a-f]+", "", repr(value))  # objects that differ in their address only are the same
 
 
 @pytest.fixture
@@ -270,6 +279,7 @@ def observe(axcore, tiny, corpus, tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     hf = shutil.copytree(RECORDED, tmp_path / "hf", ignore=shutil.ignore_patterns("gradients", "*.npz"))
     assert axcore("convert", f"hf:{hf}", tmp_path / "model").code == 0
+    (tmp_path / "rules.lark").write_text('start: "a"')
     raw = json.loads((hf / "config.json").read_text())
     (tmp_path / "other.json").write_text(json.dumps(raw | {"rms_norm_eps": 0.5}))
     (tmp_path / "same.json").write_text(json.dumps(raw | {"initializer_range": 0.5}))

@@ -6,7 +6,17 @@ import argparse
 import sys
 
 from axcore.cli.compose import Commands
-from axcore.cli.model import add_model, add_speculation, chosen_cache, chosen_drafter, chosen_layout, loaded_model
+from axcore.cli.model import (
+    add_guide,
+    add_model,
+    add_speculation,
+    chosen_cache,
+    chosen_drafter,
+    chosen_grammar,
+    chosen_grammars,
+    chosen_layout,
+    loaded_model,
+)
 from axcore.config import AxcoreError
 
 
@@ -28,6 +38,7 @@ def add(commands: Commands) -> None:
         help="sampling temperature; 0 selects the most likely token (default: 0)",
     )
     parser.add_argument("--seed", type=int, help="sampling seed; requires a temperature above 0 (default: 0)")
+    add_guide(parser)
     parser.set_defaults(run=run)
 
 
@@ -45,6 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise AxcoreError(f"--seed {seed} has no effect at temperature 0. Set --temperature above 0, or omit --seed")
     if arguments.mesh is not None and arguments.cache == "none":
         raise AxcoreError("--mesh shards KV caches, but --cache is none. Choose a cache, or omit --mesh")
+    grammar = chosen_grammar(arguments)
+    grammars = None if grammar is None else chosen_grammars(arguments)
+    if grammar is not None and arguments.cache == "none":
+        raise AxcoreError("an output can match a grammar only with a KV cache, but --cache is none. Choose a cache")
     layout = chosen_layout(arguments)
     model, tokenizer = loaded_model(arguments, layout=layout)
     text = arguments.prompt.encode(errors="surrogateescape")
@@ -61,8 +76,10 @@ def run(arguments: argparse.Namespace) -> int:
             eos_ids=ends,
             speculation=chosen_drafter(arguments),
             layout=layout,
+            grammars=grammars,
+            tokenizer=tokenizer,
         )
-        found = generator(prompt, num_tokens=arguments.tokens, key=jax.random.key(seed))
+        found = generator(prompt, num_tokens=arguments.tokens, key=jax.random.key(seed), grammar=grammar)
     except (AxcoreError, jax.errors.JaxRuntimeError) as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

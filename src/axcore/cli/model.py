@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from axcore.cli.compose import add_edits, compose, is_folder
-from axcore.config import AxcoreError
-from axcore.plugin import DrafterOffer, KVCacheOffer, PluginError, offered, registry
+from axcore.config import AxcoreError, Config, ConfigError
+from axcore.plugin import (
+    DrafterOffer,
+    GrammarCompilerOffer,
+    KVCacheOffer,
+    Offer,
+    PluginError,
+    offered,
+    registry,
+)
 
 if TYPE_CHECKING:
-    from axcore.infer import Engine
+    from axcore.infer import Engine, Grammar, GrammarCompiler
     from axcore.infer.loading import LoadedModel
     from axcore.infer.speculation import Drafter
     from axcore.nn import KVCache
@@ -92,6 +102,98 @@ def chosen_drafter(arguments: argparse.Namespace) -> Drafter.Config | None:
     if arguments.speculation is None:
         return None
     return cast("Drafter.Config", offered(DrafterOffer, arguments.speculation))
+
+
+def chosen_offer(kind: type[Offer], text: str | None, flag: str, package: str) -> Config:
+    """The config of an offer: the one that a flag names, or the only one that is installed.
+
+    Args:
+        kind: the kind of offers.
+        text: the value of the flag; None: it was not given.
+        flag: the flag, for messages.
+        package: a distribution that offers one, for messages.
+
+    Raises:
+        PluginError: the flag is not given and no plugin, or several, offer one; or none offers what it names.
+        ConfigError: the text has another form, or a value does not fit.
+    """
+    if text is None:
+        names = sorted({offer.name for _, offer in registry().offers(kind)})
+        if not names:
+            raise PluginError(f"{flag}: no installed plugin offers {kind.kind}. pip install {package}")
+        if len(names) > 1:
+            raise PluginError(f"{flag}: several are installed: {', '.join(names)}. Choose one, as in {flag} {names[0]}")
+        (text,) = names
+    return offered(kind, text)
+
+
+def add_guide(parser: argparse.ArgumentParser) -> None:
+    """Adds `--regex`, `--json-schema`, `--choice`, `--grammar` and `--grammars`."""
+    group = parser.add_argument_group("guided decoding", "what the output must match (at most one)")
+    group.add_argument("--regex", metavar="PATTERN", help="a regular expression that the whole output matches")
+    group.add_argument("--json-schema", metavar="FILE", help="a JSON schema; the output is JSON that it accepts")
+    group.add_argument("--choice", metavar="TEXT", action="append", help="one of several texts; repeat it for each")
+    group.add_argument("--grammar", metavar="FILE", help="the rules of a context-free grammar, in Lark or GBNF")
+    add_grammars(group)
+
+
+def add_grammars(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Adds `--grammars`."""
+    parser.add_argument(
+        "--grammars",
+        metavar="NAME[:KEY=VALUE,...]",
+        help="compiler of grammars: one that `axcore plugins` lists (default: the only one that is installed)",
+    )
+
+
+def chosen_grammar(arguments: argparse.Namespace) -> Grammar | None:
+    """The grammar that the flags of `add_guide` describe; None: any output.
+
+    Raises:
+        AxcoreError: two flags are given, a file cannot be read, a grammar is not valid, or `--grammars` has no effect.
+    """
+    from axcore.infer import Grammar
+
+    makers = {
+        "--regex": (arguments.regex, Grammar.regex),
+        "--json-schema": (arguments.json_schema, lambda file: Grammar.json_schema(read_text(file, "--json-schema"))),
+        "--choice": (arguments.choice, Grammar.choice),
+        "--grammar": (arguments.grammar, lambda file: Grammar.rules(read_text(file, "--grammar"))),
+    }
+    given = [flag for flag, (value, _) in makers.items() if value is not None]
+    if not given:
+        if arguments.grammars is not None:
+            raise AxcoreError(f"--grammars {arguments.grammars} has no effect without one of {', '.join(makers)}")
+        return None
+    if len(given) > 1:
+        raise AxcoreError(f"{' and '.join(given)} exclude each other. Give one of them")
+    value, make = makers[given[0]]
+    try:
+        return make(value)
+    except ConfigError as error:
+        raise ConfigError(f"{given[0]}: {error}") from error
+
+
+def chosen_grammars(arguments: argparse.Namespace) -> GrammarCompiler.Config:
+    """The config of the compiler for `--grammars`.
+
+    Raises:
+        PluginError: see `chosen_offer`.
+    """
+    made = chosen_offer(GrammarCompilerOffer, arguments.grammars, "--grammars", "axcore-guided")
+    return cast("GrammarCompiler.Config", made)
+
+
+def read_text(file: str, flag: str) -> str:
+    """The contents of the file that a flag names.
+
+    Raises:
+        AxcoreError: it cannot be read.
+    """
+    try:
+        return pathlib.Path(os.path.expanduser(file)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise AxcoreError(f"{flag} {file}: {error}. Give the path of a text file") from error
 
 
 def chosen_cache(arguments: argparse.Namespace) -> KVCache.Config:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from numpy.typing import ArrayLike
 
 from axcore.config import AxcoreError
 from axcore.infer.engine import Engine
+from axcore.infer.grammar import Grammar, GrammarCompiler
 from axcore.infer.requests import Request, SamplingOptions
 from axcore.infer.sampling import NextToken, SamplingRows, sample, seed_words
 from axcore.infer.speculation import Drafter
@@ -21,6 +23,9 @@ from axcore.module import Layer, Tree, functional
 from axcore.nn import KVCache
 from axcore.numerics import require_calibrated
 from axcore.parallel import Layout
+
+if TYPE_CHECKING:
+    from axcore.train.data.tokenizers import Tokenizer
 
 
 class Generator:
@@ -39,6 +44,8 @@ class Generator:
         eos_ids: tokens that end a sample.
         layout: the mesh and rules of the engine; None: a single device. It requires a cache.
         speculation: what proposes drafts (see `Engine.Config`); requires a cache.
+        grammars: compiles grammars; requires a cache and the tokenizer.
+        tokenizer: the tokenizer of the model, which grammars require.
     """
 
     def __init__(
@@ -51,6 +58,8 @@ class Generator:
         eos_ids: Collection[int] = (),
         layout: Layout | None = None,
         speculation: Drafter.Config | None = None,
+        grammars: GrammarCompiler.Config | None = None,
+        tokenizer: Tokenizer | None = None,
     ):
         if not temperature >= 0:
             raise AxcoreError(f"temperature must be 0 or more, not {temperature}")
@@ -62,6 +71,8 @@ class Generator:
             )
         if speculation is not None and cache is None:
             raise AxcoreError("speculation requires a cache, such as ContiguousCache.Config(), not None")
+        if grammars is not None and cache is None:
+            raise AxcoreError("grammars require a cache, such as ContiguousCache.Config(), not None")
         require_calibrated(model)
         self.context, self.temperature, self.is_cached = context, temperature, cache is not None
         self._eos_ids = frozenset(eos_ids)
@@ -73,12 +84,24 @@ class Generator:
             self._sample = jax.jit(self._recomputed)
         else:
             size = context + 1
-            cfg = Engine.Config(cache=cache, max_rows=1, max_len=size, step_tokens=size, speculation=speculation)
-            self._engine = cfg.build(model, eos_ids=self._eos_ids, layout=layout)
+            cfg = Engine.Config(
+                cache=cache,
+                max_rows=1,
+                max_len=size,
+                step_tokens=size,
+                speculation=speculation,
+                grammars=grammars,
+            )
+            self._engine = cfg.build(model, tokenizer, eos_ids=self._eos_ids, layout=layout)
             weakref.finalize(self, self._engine.close)
 
     def __call__(
-        self, prompt: Int[ArrayLike, " prompt"], *, num_tokens: int, key: PRNGKeyArray
+        self,
+        prompt: Int[ArrayLike, " prompt"],
+        *,
+        num_tokens: int,
+        key: PRNGKeyArray,
+        grammar: Grammar | None = None,
     ) -> Int[np.ndarray, " tokens"]:
         """Samples tokens after a prompt.
 
@@ -86,9 +109,11 @@ class Generator:
             prompt: token ids, at least one.
             num_tokens: number of tokens to sample.
             key: PRNG key of the sample.
+            grammar: what the text of the sample must match; None: anything.
 
         Returns:
-            `num_tokens` int32 tokens, or fewer if a token of `eos_ids` is sampled. That token is the last.
+            `num_tokens` int32 tokens, or fewer if a token of `eos_ids` is sampled. That token is the last. A sample
+            with a grammar ends without it where no text may follow.
         """
         prompt = np.asarray(prompt)
         if prompt.ndim != 1 or not prompt.size:
@@ -104,11 +129,13 @@ class Generator:
             raise AxcoreError(
                 f"prompt must contain token ids from 0 to {self.vocab_size - 1}, got {prompt.min()} to {prompt.max()}"
             )
+        if grammar is not None and not self.is_cached:
+            raise AxcoreError("grammar requires a cache, such as ContiguousCache.Config(), not None")
         if num_tokens == 0:
             return np.zeros((0,), np.int32)
         seed = int.from_bytes(np.asarray(jax.random.key_data(key)).tobytes())
         if self.is_cached:
-            return self._with_cache(prompt, num_tokens, seed)
+            return self._with_cache(prompt, num_tokens, seed, grammar)
         start, stop = prompt.size, prompt.size + num_tokens
         row = np.zeros((max(1 << (stop - 1).bit_length(), self.context),), np.int32)
         row[:start] = prompt
@@ -121,14 +148,16 @@ class Generator:
             raise AxcoreError("no token can be sampled: the logits are not finite. Check the weights")
         return found
 
-    def _with_cache(self, prompt: np.ndarray, num_tokens: int, seed: int) -> np.ndarray:
+    def _with_cache(self, prompt: np.ndarray, num_tokens: int, seed: int, grammar: Grammar | None) -> np.ndarray:
         ids, stop, piece = tuple(prompt.tolist()), prompt.size + num_tokens, None
         while piece is None or (piece.finish_reason == "length" and len(ids) < stop):
-            cuts = [limit + 1 for limit in self._engine.recompute_above if len(ids) <= limit]  # a new prompt each
+            # A new prompt after each. A grammar would start anew there, so the engine refuses the request instead.
+            cuts = [limit + 1 for limit in self._engine.recompute_above if grammar is None and len(ids) <= limit]
             options = SamplingOptions(
                 temperature=self.temperature,
                 seed=seed,
                 max_tokens=min((stop, *cuts)) - len(ids),
+                grammar=grammar,
             )
             piece = self._engine.stream(Request(ids, options)).result()
             ids += piece.ids

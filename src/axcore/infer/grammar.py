@@ -75,6 +75,11 @@ class Grammar:
         return cls.json_schema({"type": "object"})
 
     @classmethod
+    def rules(cls, text: str) -> Self:
+        """The texts of a context-free grammar: in the syntax of GBNF if the rules contain `::=`, otherwise of Lark."""
+        return cls("gbnf" if "::=" in text else "lark", text)
+
+    @classmethod
     def choice(cls, texts: Iterable[str]) -> Self:
         """One of several texts."""
         return cls("choice", _dumped(list(texts)))

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import pathlib
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
+from axcore.cli.model import (
+    add_grammars,
+    add_model,
+    add_speculation,
+    chosen_cache,
+    chosen_drafter,
+    chosen_grammars,
+    chosen_layout,
+    chosen_offer,
+    loaded_model,
+    read_text,
+)
 from axcore.config import AxcoreError
-from axcore.plugin import AdaptersOffer, GrammarCompilerOffer, offered, registry
+from axcore.plugin import AdaptersOffer, GrammarCompilerOffer, registry
 
 if TYPE_CHECKING:
-    from axcore.infer import GrammarCompiler
+    from axcore.infer import Adapters
 
 NUMBERS = {
     "max-len": (int, 2048, "maximum number of tokens of a prompt with its output"),
@@ -29,8 +40,6 @@ STEP_TOKENS, CPU_STEP_TOKENS = 512, 64
 
 
 def _parser() -> argparse.ArgumentParser:
-    from axcore.cli.model import add_model, add_speculation
-
     parser = argparse.ArgumentParser(
         prog="axcore serve",
         description="Serves a model over HTTP with the API of OpenAI. The model is a run folder, a folder that "
@@ -53,8 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--adapters",
         metavar="ADAPTERS[:KEY=VALUE,...]",
-        help="room for adapters: one of the adapters that `axcore plugins` lists (default: lora, if there is an "
-        "--adapter)",
+        help="room for adapters: one of the adapters that `axcore plugins` lists (default: the only one that is "
+        "installed, if there is an --adapter)",
     )
     parser.add_argument(
         "--step-tokens",
@@ -64,12 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--api-keys", metavar="FILE", help="file with an API key in each line (default: no key needed)")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (default: the tokenizer's)")
-    parser.add_argument(
-        "--grammars",
-        metavar="NAME[:KEY=VALUE,...]",
-        help="compiler of the grammars of structured outputs and forced tool calls: one that `axcore plugins` lists "
-        "(default: the only one that is installed)",
-    )
+    add_grammars(parser)
     parser.add_argument(
         "--prompt-logprobs", action="store_true", help="offer completions with both echo and logprobs (slower start)"
     )
@@ -95,14 +99,16 @@ def main(arguments: Sequence[str]) -> int:
     name = given.name or pathlib.PurePath(given.model).name
     if len(adapters) < len(given.adapter) or name in adapters:
         raise AxcoreError(f"--adapter: two models have the same name. Choose names that differ, also from {name!r}")
-    room = given.adapters or ("lora" if adapters else None)
+    has_adapters = bool(adapters) or given.adapters is not None
+    room = chosen_offer(AdaptersOffer, given.adapters, "--adapters", "axcore-lora") if has_adapters else None
+    has_grammars = given.grammars is not None or bool(registry().offers(GrammarCompilerOffer))
+    grammars = chosen_grammars(given) if has_grammars else None  # without one, requests with a grammar are refused
     keys = [] if given.api_keys is None else _keys(given.api_keys)
-    text = None if given.chat_template is None else _text(given.chat_template, "--chat-template")
+    text = None if given.chat_template is None else read_text(given.chat_template, "--chat-template")
 
     import jax
 
-    from axcore.cli.model import chosen_cache, chosen_drafter, chosen_layout, loaded_model
-    from axcore.infer import Adapters, Engine
+    from axcore.infer import Engine
     from axcore_serve.app import Service
     from axcore_serve.gate import Limits
     from axcore_serve.server import DrainingServer, listening
@@ -124,12 +130,12 @@ def main(arguments: Sequence[str]) -> int:
             step_tokens = CPU_STEP_TOKENS if jax.default_backend() == "cpu" else STEP_TOKENS
         cfg = Engine.Config(
             cache=chosen_cache(given),
-            grammars=_grammars(given.grammars),
+            grammars=grammars,
             max_rows=given.max_rows,
             max_len=given.max_len,
             step_tokens=step_tokens,
             speculation=chosen_drafter(given),
-            adapters=None if room is None else cast(Adapters.Config, offered(AdaptersOffer, room)),
+            adapters=cast("Adapters.Config | None", room),
         )
         with cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids, layout=layout) as engine:
             for each, folder in adapters.items():
@@ -152,17 +158,6 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _grammars(name: str | None) -> GrammarCompiler.Config | None:
-    """The config of the compiler of this name, or of the only one that is installed; None: requests with a grammar are
-    refused."""
-    if name is None:
-        installed = [offer.name for _, offer in registry().offers(GrammarCompilerOffer)]
-        if len(installed) != 1:
-            return None
-        (name,) = installed
-    return cast("GrammarCompiler.Config", offered(GrammarCompilerOffer, name))
-
-
 def _adapter(text: str) -> tuple[str, str]:
     name, equals, folder = text.partition("=")
     if not (name and equals and folder):
@@ -171,14 +166,7 @@ def _adapter(text: str) -> tuple[str, str]:
 
 
 def _keys(file: str) -> list[str]:
-    keys = [line.strip() for line in _text(file, "--api-keys").splitlines() if line.strip()]
+    keys = [line.strip() for line in read_text(file, "--api-keys").splitlines() if line.strip()]
     if not keys:
         raise AxcoreError(f"--api-keys {file} has no keys. Write one in each line")
     return keys
-
-
-def _text(file: str, flag: str) -> str:
-    try:
-        return pathlib.Path(os.path.expanduser(file)).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise AxcoreError(f"{flag} {file}: {error}. Give the path of a text file") from error

@@ -53,7 +53,7 @@ def _grammar(asked: ResponseFormat | StructuredOutputs | Sequence[Tool]) -> Gram
     if asked.choice is not None:
         return Grammar.choice(asked.choice)
     if asked.grammar is not None:
-        return Grammar("gbnf" if "::=" in asked.grammar else "lark", asked.grammar)
+        return Grammar.rules(asked.grammar)
     return Grammar.json_object() if asked.json_ is None else Grammar.json_schema(asked.json_)
 
 
