@@ -32,7 +32,7 @@ MODELS = {
     "mixture, windows": (4, ax.use("sliding-window", size=WINDOW, global_every=2), ax.use("moe", num_experts=4)),
     "rings": (4, ax.use("sliding-window", size=WINDOW, global_every=2), ax.use("ring-kv", spare=2)),
     "Mamba-2": (2, ax.use("mamba2", attention_every=2, head_dim=8, state_dim=8, chunk=4, conv_width=3)),
-    "cross-layer KV, LoRA": (4, ax.use("cross-layer-kv", every=2), ax.use("lora", rank=2)),
+    "cross-layer KV, LoRA": (4, ax.use("cross-layer-kv", every=2), ax.use("lora", rank=2, alpha=2.0)),
     "differential": (2, ax.use("diff-attention")),
     "latent": (2, _latent),
 }
