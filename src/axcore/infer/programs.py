@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
 from axcore.infer.adapters import Adapters
+from axcore.infer.compiling import Compiler
 from axcore.infer.decoder import Decoder
 from axcore.infer.embeddings import chunk_states
 from axcore.infer.sampling import (
@@ -81,6 +81,7 @@ class Programs:
         adapters: the adapters of the decoder; None: it has none.
 
     Attributes:
+        compiler: compiles the programs for later calls of the methods.
         state_shapes: the shapes of the state of the model.
         num_traced: the number of programs that were compiled.
     """
@@ -111,15 +112,17 @@ class Programs:
         self._last = jnp.zeros((decoder.batch_size,), jnp.int32)
         self._counts = Counts.zeros(decoder.batch_size, columns)
         self._commit()
-        self._model = jax.jit(self._trace_model, donate_argnums=1, static_argnames="all_slots")
-        self._model_of_drafts = jax.jit(self._trace_model_of_drafts, donate_argnums=1, static_argnames="all_slots")
-        self._verifier = jax.jit(self._trace_verifier, donate_argnums=(1, 2))
-        self._scorer = jax.jit(self._trace_scorer, donate_argnums=1)
-        self._embedder = jax.jit(self._trace_embedder, donate_argnums=1)
-        self._sampler = jax.jit(self._trace_sampler, donate_argnums=(1, 2))
-        self._counter = jax.jit(self._trace_counter, donate_argnums=0)
-        self._eraser = jax.jit(self._trace_eraser, donate_argnums=0)
-        self._adapter_writer = jax.jit(self._trace_adapter_writer, donate_argnums=0)
+        self.compiler = Compiler()
+        jit = self.compiler.jit
+        self._model = jit(self._trace_model, donate_argnums=1, static_argnames="all_slots")
+        self._model_of_drafts = jit(self._trace_model_of_drafts, donate_argnums=1, static_argnames="all_slots")
+        self._verifier = jit(self._trace_verifier, donate_argnums=(1, 2))
+        self._scorer = jit(self._trace_scorer, donate_argnums=1)
+        self._embedder = jit(self._trace_embedder, donate_argnums=1)
+        self._sampler = jit(self._trace_sampler, donate_argnums=(1, 2))
+        self._counter = jit(self._trace_counter, donate_argnums=0)
+        self._eraser = jit(self._trace_eraser, donate_argnums=0)
+        self._adapter_writer = jit(self._trace_adapter_writer, donate_argnums=0)
         self._has_rows = any("batch" in axes for axes in jax.tree.leaves(decoder.state_axes["model"], is_leaf=_is_axes))
 
     def _commit(self) -> None:
@@ -153,20 +156,6 @@ class Programs:
             self._params, self._state, self._last, call.blocks, call.at, all_slots=call.all_slots
         )
         return logits
-
-    def compile(self, calls: Iterable[ModelCall]) -> None:
-        """Compiles the model for several calls of `logits`.
-
-        The next program is traced while one compiles. Two do not compile at the same time: XLA measures kernels on the
-        device, and would disturb its own measurements.
-        """
-        with ThreadPoolExecutor(1) as pool:
-            compiling = []
-            for call in calls:
-                arrays = self._params, self._state, self._last, call.blocks, call.at
-                compiling.append(pool.submit(self._model.lower(*arrays, all_slots=call.all_slots).compile))
-            for each in compiling:
-                each.result()
 
     def scored(self, rows: Batch, targets: Int[np.ndarray, "1 width"]) -> tuple[Float[Array, "1 vocab"], LogProbs]:
         """Runs the model on a chunk of a prompt.
@@ -232,8 +221,7 @@ class Programs:
     def warm_up_adapters(self) -> None:
         """Compiles `write_adapter`, if there is room for adapters."""
         if self._adapters is not None:
-            nothing = self._adapters.arrays(None, self.state_shapes)
-            self.write_adapter(nothing, self._adapters.config.max_adapters)
+            self.write_adapter(self._adapters.nothing(self.state_shapes), self._adapters.config.max_adapters)
 
     def free(self) -> None:
         """Waits for the device, which an interpreter that ends must not leave running, and frees its memory. No

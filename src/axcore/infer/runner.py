@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -139,46 +140,59 @@ class Runner:
             grammars: whether to compile the programs that sample with a grammar, for the method `full`.
             transfers: whether to compile the programs that move decoding state.
         """
-        logits: dict[int, Float[Array, "rows vocab"]] = {}
-        of_drafts: dict[int, Float[Array, "rows width vocab"]] = {}
-        buckets, most, calls = self._buckets, self._buckets.rows[-1], list[ModelCall]()
-        for pages in buckets.pages or (0,):
-            fits = functools.partial(self._fits, pages=pages)
-            decoding = {size: self._packed({}, Shape(size, 1), pages) for size in buckets.rows}
-            calls += [ModelCall(rows, all_slots=self._has_all_slots) for rows in decoding.values()]
-            calls += [ModelCall(None, self._packed({}, shape, pages)) for shape in filter(fits, buckets.prompts)]
-            for shape in filter(fits, buckets.mixed):
-                prompts, at = self._packed({}, shape, pages), np.zeros(most, np.int32)
-                calls.append(ModelCall(decoding[most], prompts, at, self._has_all_slots))
-        self._programs.compile(calls)
-        for call in calls:
-            found = self._programs.logits(call)
-            logits[found.shape[0]] = found
-        for size, pages in itertools.product(buckets.rows if self._num_drafts else (), buckets.pages or (0,)):
-            of_drafts[size] = self._logits_of_drafts({}, size, pages)
-        for width, pages in itertools.product(buckets.widths, buckets.pages or (0,)):
+        models = [functools.partial(self._programs.logits, call) for call in self._model_calls()]
+        others: list[Callable[[], object]] = [functools.partial(self._programs.count, self._decoder.batch_size, (), 0)]
+        tables = self._buckets.pages or (0,)
+        for size, pages in itertools.product(self._buckets.rows if self._num_drafts else (), tables):
+            models.append(functools.partial(self._logits_of_drafts, {}, size, pages))
+        for width, pages in itertools.product(self._buckets.widths, tables):
             if (prompt_logprobs or embeddings) and self._fits(Shape(1, width), pages):
                 rows = self._packed({}, Shape(1, width), pages)
                 if prompt_logprobs:
-                    logits[1], _ = self._programs.scored(rows, np.zeros((1, width), np.int32))
+                    models.append(functools.partial(self._scored, rows, np.zeros((1, width), np.int32)))
                 if embeddings:
-                    self._programs.embedded(rows)
-        for (size, of_size), method, asked in itertools.product(logits.items(), methods, (None, 0)):
+                    others.append(functools.partial(self._programs.embedded, rows))
+        self._programs.compiler.compile([*models, *others])
+        # Programs may differ in the shardings of their logits.
+        logits = {(found.shape, found.sharding): found for found in (call() for call in models)}
+        samplers: list[Callable[[], object]] = []
+        for found, method, asked in itertools.product(logits.values(), methods, (None, 0)):
             padding = dataclasses.replace(PADDING, options=SamplingOptions(temperature=0.0, logprobs=asked))
             tokens = [padding]
             if grammars and method == "full":
                 every = np.full(-(-self._programs.vocab_size // 32), -1, np.int32)
                 tokens.append(dataclasses.replace(padding, grammar=every))
+            size = math.prod(found.shape[:-1])
             for token in tokens:
-                self._sample(of_size, [token] * size, method)
-                if size in of_drafts:
-                    drafts = np.full((size, self._num_drafts), NO_DRAFT, np.int32)
-                    self._verify(of_drafts[size], drafts, [token] * (size * (1 + self._num_drafts)), method)
-        self._programs.count(self._decoder.batch_size, (), 0)
+                if found.ndim == 2:
+                    samplers.append(functools.partial(self._sample, found, [token] * size, method))
+                else:
+                    drafts = np.full((found.shape[0], self._num_drafts), NO_DRAFT, np.int32)
+                    samplers.append(functools.partial(self._verify, found, drafts, [token] * size, method))
+        self._programs.compiler.compile(samplers)
+        for call in (*others, *samplers):
+            call()
         self._programs.erase(self._decoder.batch_size)
         self._programs.warm_up_adapters()
         if transfers:
             self.transfers.programs.warm_up()
+
+    def _model_calls(self) -> Iterator[ModelCall]:
+        """A call of every bucket, with padding only."""
+        buckets, most = self._buckets, self._buckets.rows[-1]
+        for pages in buckets.pages or (0,):
+            fits = functools.partial(self._fits, pages=pages)
+            decoding = {size: self._packed({}, Shape(size, 1), pages) for size in buckets.rows}
+            for rows in decoding.values():
+                yield ModelCall(rows, all_slots=self._has_all_slots)
+            for shape in filter(fits, buckets.prompts):
+                yield ModelCall(None, self._packed({}, shape, pages))
+            for shape in filter(fits, buckets.mixed):
+                prompts, at = self._packed({}, shape, pages), np.zeros(most, np.int32)
+                yield ModelCall(decoding[most], prompts, at, self._has_all_slots)
+
+    def _scored(self, rows: Batch, targets: Int[np.ndarray, "1 width"]) -> Float[Array, "1 vocab"]:
+        return self._programs.scored(rows, targets)[0]
 
     def _fits(self, shape: Shape, pages: int) -> bool:
         """Whether a row of a prompt can have page tables of this size."""

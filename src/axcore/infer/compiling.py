@@ -1,0 +1,62 @@
+"""Jitted functions that can be compiled before they run, several at the same time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+from jax.stages import Lowered
+
+
+class Compiler:
+    """Makes jitted functions, and compiles them for the arguments of later calls."""
+
+    def __init__(self) -> None:
+        self._is_tracing = False
+
+    def jit(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:  # Any: as in `jax.jit`
+        """`jax.jit`, for functions that `compile` reaches."""
+        jitted = jax.jit(fn, **options)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._is_tracing:
+                raise _TracedError(jitted.lower(*args, **kwargs))
+            return jitted(*args, **kwargs)
+
+        return call
+
+    def compile(self, calls: Iterable[Callable[[], object]]) -> None:
+        """Compiles programs, or reads them from the folder of compiled programs. The same calls then compile nothing.
+
+        JAX traces in Python, one program after another, and the others compile meanwhile. Programs that compile at the
+        same time share the device: XLA locks it while it measures kernels.
+
+        Args:
+            calls: each calls one jitted function, and returns or changes nothing before. The functions are traced, but
+                do not run.
+        """
+        self._is_tracing = True
+        try:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                for compiling in [pool.submit(_traced(call).compile) for call in calls]:
+                    compiling.result()
+        finally:
+            self._is_tracing = False
+
+
+class _TracedError(Exception):
+    """Ends a call of a function that was traced instead of run."""
+
+    def __init__(self, program: Lowered):
+        self.program = program
+
+
+def _traced(call: Callable[[], object]) -> Lowered:
+    try:
+        call()
+    except _TracedError as ended:
+        return ended.program
+    raise AssertionError("the call ran no program")
