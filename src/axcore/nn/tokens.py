@@ -60,7 +60,7 @@ class CachedBlocks:
 
     The tokens of the call are flat, [1, seq]: those of the first block, row by row, then those of the next. A layer
     that treats each token by itself reads its weights once for all of them. A layer with decoding state computes each
-    block by itself: see `TokenInfo.blocks`, `split` and `join`.
+    block by itself: `BaseAttention`, `Recurrent` and `Windowed` call `TokenInfo.split` and `join` for it.
 
     Attributes:
         blocks: the tokens of each block [rows, width], with the `CachedRows` that they continue. No slot has new tokens
@@ -129,7 +129,9 @@ class TokenInfo:
             return self.cached
         if self.cached is None:
             raise ContextError("a layer with decoding state must be called through axcore.infer.Decoder")
-        raise ContextError("a layer with decoding state must compute each block by itself: see TokenInfo.blocks")
+        raise ContextError(
+            "a layer with decoding state must compute each block of rows by itself: use axcore.nn.Recurrent or Windowed"
+        )
 
     @property
     def blocks(self) -> tuple[TokenInfo, ...]:
