@@ -128,6 +128,7 @@ class Engine(config.Configurable):
             max_len=cfg.max_len,
             layout=layout,
             adapters=self._adapters,
+            max_rollback=0 if cfg.speculation is None else cfg.speculation.num_speculative_tokens,
         )
         check_config(cfg, decoder, has_tokenizer=tokenizer is not None, has_draft_model=draft_model is not None)
         if cfg.speculation is not None and cfg.speculation.reads_hidden_states:

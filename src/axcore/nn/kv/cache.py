@@ -143,7 +143,9 @@ def without_caches[C: Config](cfg: C) -> C:
     return new
 
 
-def for_decoding[C: Config](cfg: C, *, batch_size: int, max_len: int, cache: KVCache.Config) -> C:
+def for_decoding[C: Config](
+    cfg: C, *, batch_size: int, max_len: int, cache: KVCache.Config, max_rollback: int = 0
+) -> C:
     """The config of the model with layers that keep decoding state, such as KV caches.
 
     Each node that has a method `for_decoding(batch_size, max_len, cache) -> Config`, as `Attention.Config` does, is
@@ -154,6 +156,8 @@ def for_decoding[C: Config](cfg: C, *, batch_size: int, max_len: int, cache: KVC
         batch_size: number of rows of each cache.
         max_len: largest number of tokens in a row.
         cache: fills every empty cache slot.
+        max_rollback: number of last tokens of a row that a step may replace, such as drafts. A field of this name, as
+            in `Recurrent.Config`, is raised to it.
 
     Raises:
         ConfigError: `cache` sets another `batch_size` or `max_len`.
@@ -164,7 +168,10 @@ def for_decoding[C: Config](cfg: C, *, batch_size: int, max_len: int, cache: KVC
         cache = cache.for_decoding(batch_size, max_len, cache)
 
     def prepare(_: str, node: Config) -> Config:
-        return node.for_decoding(batch_size, max_len, cache) if hasattr(node, "for_decoding") else node
+        node = node.for_decoding(batch_size, max_len, cache) if hasattr(node, "for_decoding") else node
+        if not has_field(node, "max_rollback"):
+            return node
+        return node.set(max_rollback=max(max_rollback, getattr(node, "max_rollback")))  # noqa: B009 - a plugin's field
 
     prepared: C = transform(cfg, prepare)
     return prepared
