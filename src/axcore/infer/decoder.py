@@ -33,6 +33,7 @@ from axcore.nn import (
     CachedRows,
     KVCache,
     Paging,
+    PerToken,
     TokenInfo,
     column_major,
     for_decoding,
@@ -373,7 +374,7 @@ class Decoder:
                     valid=tokens.valid,
                     cached=tokens.cached,
                     logits_at=steps[0].logits_at,
-                    shared=None if adapters is None else {ADAPTERS: adapters[0]},
+                    shared=None if adapters is None else {ADAPTERS: PerToken(adapters[0])},
                 )
                 return (logits,), state
 
@@ -398,7 +399,7 @@ class Decoder:
                 ),
                 cached=CachedBlocks(tuple(each_of)),
                 logits_at=flat(places),
-                shared=None if adapters is None else {ADAPTERS: flat(adapters)},
+                shared=None if adapters is None else {ADAPTERS: PerToken(flat(adapters))},
             )
         cuts = np.cumsum([block.at.size for block in blocks])[:-1]
         parts = zip(jnp.split(logits[0], cuts), blocks, strict=True)

@@ -50,7 +50,7 @@ from axcore.nn.stacks import (
     use_unroll,
 )
 from axcore.nn.third_party import Call, Stock, call, stock
-from axcore.nn.tokens import ADAPTERS, CachedBlocks, CachedRows, Phase, TokenInfo, take_tokens
+from axcore.nn.tokens import ADAPTERS, CachedBlocks, CachedRows, PerToken, Phase, TokenInfo, take_tokens
 from axcore.nn.transformer import (
     ParallelLayer,
     PostNormLayer,
@@ -127,6 +127,7 @@ __all__ = [
     "Paging",
     "ParallelLayer",
     "PerHeadNorm",
+    "PerToken",
     "Phase",
     "Place",
     "Plain",
