@@ -12,9 +12,10 @@ from axcore.infer import Decoder, Engine, Request, SamplingOptions, Step
 from axcore.infer.buckets import Buckets, Shape
 from axcore.infer.programs import Programs
 from axcore.module import functional
-from axcore.nn import Attention, ContiguousCache, LatentAttention, Repeat, without_caches
+from axcore.nn import Attention, ContiguousCache, LatentAttention, ReferenceKernel, Repeat, without_caches
 from axcore.testing.models import VOCAB_SIZE, tiny_model
 from axcore_paged_kv.cache import PagedCache
+from axcore_rope.rotary import Rotary
 from axcore_rope.scaling import LongRoPE
 
 MAX_LEN = 80
@@ -131,6 +132,20 @@ def test_results_do_not_depend_on_the_rows_of_a_step(dtype, calls):
         np.testing.assert_allclose(left, right, atol=1e-4)
 
 
+def test_a_burst_changes_the_steps_and_no_token(calls):
+    """Four prompts of 20 tokens are more than two steps of 36."""
+    model, random = ax.pipe(tiny_model(), ax.use("rope")).build(rngs=ax.Rngs(0)), np.random.default_rng(2)
+    prompts = [tuple(random.integers(0, VOCAB_SIZE, 20).tolist()) for _ in OUTPUTS]
+    found = []
+    for burst_tokens in (None, 36):
+        calls.clear()
+        found.append(run(model, PAGED, prompts, step_tokens=16, burst_tokens=burst_tokens))
+        assert (max(prefill for _, prefill in calls) > 1) == (burst_tokens is not None), calls
+    assert [piece.ids for piece in found[0]] == [piece.ids for piece in found[1]]
+    with pytest.raises(ax.ConfigError, match=r"engine\.burst_tokens=36 requires .* a cache with pages"):
+        run(model, ContiguousCache.Config(), prompts, step_tokens=16, burst_tokens=36)
+
+
 def test_a_step_with_prompts_is_one_call(calls):
     """Two prompts that arrive while a third request decodes share one call, in parts with pages."""
     model = ax.pipe(tiny_model(), ax.use("rope")).build(rngs=ax.Rngs(0))
@@ -161,6 +176,8 @@ def test_shapes_hold_every_step():
     paged = Buckets.of(8, 512, 1024, 64, 2, has_parts=True)
     assert paged.prompts == ((1, 16), (1, 64), (2, 128), (4, 128)) and paged.mixed == paged.prompts[2:]
     assert (paged.rows, paged.pages, paged.part) == ((1, 2, 4, 8), (16, 64), 128)
+    burst = Buckets.of(8, 512, 1024, 64, 2, has_parts=True, burst_tokens=2000)
+    assert burst.mixed == (*paged.mixed, (16, 128)) and burst.widths[-1] == 1024
     assert paged.fit([1, 128, 255], mixed=True) == (3, (4, 128)) and paged.fit([64], mixed=True) == (1, (2, 128))
     random = np.random.default_rng(0)
     for step_tokens in (1, 5, 16, 20, 64, 100, 512, 1000):
@@ -174,6 +191,54 @@ def test_shapes_hold_every_step():
                 number, (rows, width) = buckets.fit(counts, mixed=mixed)
                 assert number == len(counts) if has_parts else number >= 1 and width >= max(counts[:number])
                 assert rows * width >= sum(counts[:number])
+
+
+class Reporting(ReferenceKernel):
+    """A kernel that reports values, as one that counts overflow does."""
+
+    class Config(ReferenceKernel.Config):
+        pass
+
+    def __call__(self, inputs):
+        self.add_summary("queries", inputs.q.shape[0] * inputs.q.shape[1], ax.Reduce.SUM)
+        return super().__call__(inputs)
+
+
+class ReportingCache(ContiguousCache):
+    class Config(ContiguousCache.Config):
+        pass
+
+    def __call__(self, inputs):
+        self.add_summary("width", inputs.q.shape[1], ax.Reduce.MAX)
+        return super().__call__(inputs)
+
+
+class ReportingPosition(Rotary):
+    class Config(Rotary.Config):
+        pass
+
+    def __call__(self, q, k, *positions):
+        self.add_summary("rows", q.shape[0], ax.Reduce.MIN)
+        return super().__call__(q, k, *positions)
+
+
+def test_kernels_caches_and_positions_report_values_for_all_blocks_of_a_step():
+    filled = {"kernel": Reporting.Config(), "position": ReportingPosition.Config(), "cache": ReportingCache.Config()}
+    cfg = ax.select(tiny_model(), Attention).set(**filled)
+    cfg = ax.select(cfg, Repeat).set(num_layers=1)
+    decoder, params, state = Decoder.of(cfg.build(rngs=ax.Rngs(0)), cache=CONTIGUOUS, batch_size=3, max_len=16)
+    reports = []
+
+    def watched(*args, **kwargs):
+        (logits, reported), state = decoder.fn(*args, **kwargs)
+        reports.append(set(reported.summaries))
+        return (logits, reported), state
+
+    tokens = Step(np.ones((2, 1), np.int32), np.zeros(2, np.int32), slots=np.array([0, 1], np.int32))
+    prompt = Step(np.ones((1, 5), np.int32), np.zeros(1, np.int32), slots=np.array([2], np.int32))
+    jax.eval_shape(dataclasses.replace(decoder, fn=watched), params, state, (tokens, prompt))
+    layer = "decoder.layers.0.attention"
+    assert reports == [{f"{layer}.position.rows", f"{layer}.cache.width", f"{layer}.kernel.queries"}]
 
 
 def test_position_embeddings_see_the_length_of_each_row():

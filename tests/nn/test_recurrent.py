@@ -18,7 +18,7 @@ DECAY, REACH = 0.5, 3
 
 
 class Average(Recurrent):
-    """y_t = decay y_{t-1} + x_t."""
+    """y_t = decay y_{t-1} + x_t. Reports values for each part of a call."""
 
     class Config(Recurrent.Config):
         input_dim: ax.PositiveInt = ax.REQUIRED
@@ -30,6 +30,8 @@ class Average(Recurrent):
         return self.recur(tokens, x)
 
     def advance(self, before, documents, x):
+        self.add_summary("largest", jnp.abs(x).max(), ax.Reduce.MAX)
+
         def step(last, now):
             x, is_token, begins = now
             new = jnp.where(begins, 0, DECAY)[:, None] * last + x

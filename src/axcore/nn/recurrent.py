@@ -189,8 +189,8 @@ class Recurrent(ContinuedLayer):
             ContextError: a layer with decoding state was called without a `Decoder`.
             ConfigError: the number of rows is wrong, or the rows are packed while decoding.
         """
-        parts = zip(tokens.blocks, *map(tokens.split, inputs), strict=True)
-        return tokens.join([self._block(*part) for part in parts])
+        parts = list(zip(tokens.blocks, *map(tokens.split, inputs), strict=True))
+        return tokens.join(self.frame.each(lambda part: self._block(*part), parts))
 
     def _block(self, tokens: TokenInfo, *inputs: jax.Array) -> jax.Array:
         batch, documents = inputs[0].shape[0], Documents.of(tokens, inputs[0].shape[0])
@@ -243,34 +243,38 @@ class Recurrent(ContinuedLayer):
         (batch, width), most = inputs[0].shape[:2], self.config.max_rollback
         at = jnp.arange(width)
         valid = jnp.ones((batch, width), bool) if documents.valid is None else documents.valid
-        carry, y, kept, numbers = before, None, [], []
+        parts: list[tuple[Documents, tuple[jax.Array, ...]]] = []
+        numbers = []
         if width <= 1 + most:
             place = jnp.broadcast_to(at, (batch, width))
         else:
             end = jnp.where(valid, at + 1, 0).max(axis=1, keepdims=True)
             first = dataclasses.replace(documents, valid=valid & (at < end - most))
-            y, carry = self.advance(before, first, *inputs)
-            kept.append(carry)
+            parts.append((first, inputs))
             numbers.append(jnp.where(rows.stop - most > rows.start, rows.stop - most, -1))
             place = end - most + jnp.arange(most)
         inside = (place >= 0) & (place < width)
         clipped = jnp.clip(place, 0, width - 1)
         valid = jnp.take_along_axis(valid, clipped, axis=1) & inside
         count = rows.stop - valid.sum(axis=1)
-        tail = []
         for number in range(place.shape[1]):
             one, is_token = clipped[:, number], valid[:, number]
-            now = [x[jnp.arange(batch), one][:, None] for x in inputs]
-            out, carry = self.advance(carry, Documents(None, is_token[:, None]), *now)
-            tail.append(out)
+            now = tuple(x[jnp.arange(batch), one][:, None] for x in inputs)
+            parts.append((Documents(None, is_token[:, None]), now))
             count += is_token
-            kept.append(carry)
             numbers.append(jnp.where(is_token, count, -1))
-        found = jnp.concatenate(tail, axis=1)
-        if y is None:
-            y = found
-        else:
-            y = y.at[jnp.arange(batch)[:, None], jnp.where(valid, place, width)].set(found, mode="drop")
+        carry = before
+
+        def advanced(part: tuple[Documents, tuple[jax.Array, ...]]) -> tuple[jax.Array, Carry]:
+            nonlocal carry
+            out, carry = self.advance(carry, part[0], *part[1])
+            return out, carry
+
+        outputs, kept = zip(*self.frame.each(advanced, parts), strict=True)
+        y = jnp.concatenate(outputs[-place.shape[1] :], axis=1)
+        if len(outputs) > place.shape[1]:
+            at_tail = jnp.arange(batch)[:, None], jnp.where(valid, place, width)
+            y = outputs[0].at[at_tail].set(y, mode="drop")
         arrays = {name: jnp.stack([each[name] for each in kept], axis=1) for name in before}
         return y, arrays, jnp.stack(numbers, axis=1)
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 
 from axcore.config import REQUIRED, Config, ConfigError, has_field
 from axcore.config.tree import REMOVED, transform
-from axcore.module import ContextError, DecodingState, Layer
+from axcore.module import ContextError, DecodingState, Layer, current
 from axcore.nn.attention.inputs import AttentionInputs, Heads
 from axcore.nn.kv.paging import Paging
 from axcore.nn.tokens import CachedRows
@@ -82,10 +82,14 @@ class KVCache(Layer):
         still be read after it, and XLA would copy them.
         """
         states = [node for _, node in nnx.iter_graph(self) if isinstance(node, DecodingState)]
-        found, written = [], []
-        for inputs in blocks:
-            found.append(self.answer(inputs))
-            written += [(state.whole, state) for state in states]
+        written: list[tuple[jax.Array, DecodingState]] = []
+
+        def answered(inputs: AttentionInputs) -> AttentionInputs | Heads:
+            found = self.answer(inputs)
+            written.extend((state.whole, state) for state in states)
+            return found
+
+        found = current().each(answered, blocks)
         newest = {id(array): state for array, state in written}
 
         def last(x: jax.Array) -> jax.Array:
