@@ -36,6 +36,21 @@ def matmul(
     return y.reshape(*x.shape[:-1], weight.shape[-1])
 
 
+def transposed_matmul(
+    x: Float[Array, "*shape input_dim"],
+    weight: Float[Array, "output_dim input_dim"],
+    accumulate: DTypeLike | None = None,
+) -> Float[Array, "*shape output_dim"]:
+    """`x @ weight.T` in the dtype `accumulate`, or in the dtype of `x` if it is None.
+
+    It contracts the last dimensions. For a single row on CPU, XLA would copy a transposed `weight` element by element.
+    """
+    x, shape = rows(x), x.shape
+    over = ((x.ndim - 1,), (1,)), ((), ())
+    y = jax.lax.dot_general(x, weight.astype(x.dtype), over, preferred_element_type=accumulate)
+    return y.reshape(*shape[:-1], weight.shape[0])
+
+
 def _outer(x: jax.Array, y: jax.Array, accumulate: DTypeLike | None) -> jax.Array:
     """The sum of the outer products of rows: [*shape, a], [*shape, b] -> [a, b]."""
     x, y = rows(x), rows(y)
@@ -90,7 +105,7 @@ class Plain(Product):
         weight: Shaped[Array, "input_dim output_dim"],
         accumulate: DTypeLike | None = None,
     ) -> Shaped[Array, "*shape input_dim"]:
-        return matmul(y_bar, weight.T, accumulate)
+        return transposed_matmul(y_bar, weight, accumulate)
 
     def weight_gradient(
         self,
@@ -119,7 +134,7 @@ class Transposed(Plain):
         weight: Float[Array, "output_dim input_dim"],
         accumulate: DTypeLike | None = None,
     ) -> Float[Array, "*shape output_dim"]:
-        return matmul(x, weight.astype(x.dtype).T, accumulate)
+        return transposed_matmul(x, weight, accumulate)
 
     def input_gradient(
         self,
