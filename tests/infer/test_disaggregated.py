@@ -32,6 +32,7 @@ from axcore.infer import (
 from axcore.infer.disaggregation import ModelIdentity
 from axcore.infer.requests import Piece, SamplingOptions, TokenLogprob
 from axcore.infer.row_state import RowState
+from axcore.module import functional
 from axcore.parallel import Mesh
 from axcore.testing.devices import on_devices
 from axcore.train.data import ByteTokenizer
@@ -298,6 +299,14 @@ def test_handovers_of_other_models_caches_and_requests_raise(decoding, handover)
         with pytest.raises(ConfigError, match=message):
             decoding.resume(request, given, print)
     assert is_clean(decoding)
+
+
+def test_the_identity_of_a_model_outlives_its_weights(model):
+    freed = CASES["paged"].model()
+    identity = ModelIdentity(freed)
+    for leaf in jax.tree.leaves(functional(freed)[1]):
+        leaf.delete()
+    assert identity.text == ModelIdentity(model).text
 
 
 @pytest.mark.long
