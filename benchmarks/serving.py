@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64], help="concurrent requests of each case")
     parser.add_argument("--cache", action="append", help="a KV cache, such as paged-kv:page_size=64; repeatable")
     parser.add_argument("--use", action="append", default=[], help="a feature or other offer; repeatable")
+    parser.add_argument("--stored", action="store_true", help="store weights in the number format of --use")
     parser.add_argument("--tensor", type=int, default=1, help="GPUs that share heads and hidden features")
     parser.add_argument("--idle", action="store_true", help="also trace the device while all rows decode")
     given = parser.parse_args()
@@ -69,7 +70,10 @@ def decoding_model(given: Any) -> ax.Layer:
         decoder=Repeat.Config(num_layers=given.layers, layers=layer),
         head=Linear.Config(),
     )
-    model: ax.Layer = ax.pipe(cfg, ax.use("rope"), *map(ax.use, given.use)).build(rngs=ax.Rngs(0))
+    cfg = ax.pipe(cfg, ax.use("rope"), *map(ax.use, given.use))
+    if given.stored:
+        cfg = ax.select(cfg, lambda _, node: hasattr(node, "stored")).set(stored=True)
+    model: ax.Layer = cfg.build(rngs=ax.Rngs(0))
     return model
 
 

@@ -256,7 +256,7 @@ class Simulation:
         self.scheduler = scenario.scheduler(scenario.limits, pool, scenario.host)
         self.scheduler._rows.__class__ = scenario.rows
         self.scheduler.host.__class__ = scenario.host_pool
-        # Recurrent state cannot be rolled back, so it excludes drafts.
+        # The state of a slot here cannot be rolled back, so it excludes drafts.
         has_slots = (pool is None or not pool.shares_prefixes) and not scenario.drafting
         self.device = FakeDevice(None if pool is None else scenario.page_size, has_slots)
         self.num_flushed = self.num_restored = 0

@@ -12,9 +12,10 @@ from axcore.infer import Decoder, Engine, Request, SamplingOptions, Step
 from axcore.infer.buckets import Buckets, Shape
 from axcore.infer.programs import Programs
 from axcore.module import functional
-from axcore.nn import Attention, ContiguousCache, LatentAttention, Repeat, without_caches
+from axcore.nn import Attention, ContiguousCache, LatentAttention, ReferenceKernel, Repeat, without_caches
 from axcore.testing.models import VOCAB_SIZE, tiny_model
 from axcore_paged_kv.cache import PagedCache
+from axcore_rope.rotary import Rotary
 from axcore_rope.scaling import LongRoPE
 
 MAX_LEN = 80
@@ -174,6 +175,54 @@ def test_shapes_hold_every_step():
                 number, (rows, width) = buckets.fit(counts, mixed=mixed)
                 assert number == len(counts) if has_parts else number >= 1 and width >= max(counts[:number])
                 assert rows * width >= sum(counts[:number])
+
+
+class Reporting(ReferenceKernel):
+    """A kernel that reports values, as one that counts overflow does."""
+
+    class Config(ReferenceKernel.Config):
+        pass
+
+    def __call__(self, inputs):
+        self.add_summary("queries", inputs.q.shape[0] * inputs.q.shape[1], ax.Reduce.SUM)
+        return super().__call__(inputs)
+
+
+class ReportingCache(ContiguousCache):
+    class Config(ContiguousCache.Config):
+        pass
+
+    def __call__(self, inputs):
+        self.add_summary("width", inputs.q.shape[1], ax.Reduce.MAX)
+        return super().__call__(inputs)
+
+
+class ReportingPosition(Rotary):
+    class Config(Rotary.Config):
+        pass
+
+    def __call__(self, q, k, *positions):
+        self.add_summary("rows", q.shape[0], ax.Reduce.MIN)
+        return super().__call__(q, k, *positions)
+
+
+def test_kernels_caches_and_positions_report_values_for_all_blocks_of_a_step():
+    filled = {"kernel": Reporting.Config(), "position": ReportingPosition.Config(), "cache": ReportingCache.Config()}
+    cfg = ax.select(tiny_model(), Attention).set(**filled)
+    cfg = ax.select(cfg, Repeat).set(num_layers=1)
+    decoder, params, state = Decoder.of(cfg.build(rngs=ax.Rngs(0)), cache=CONTIGUOUS, batch_size=3, max_len=16)
+    reports = []
+
+    def watched(*args, **kwargs):
+        (logits, reported), state = decoder.fn(*args, **kwargs)
+        reports.append(set(reported.summaries))
+        return (logits, reported), state
+
+    tokens = Step(np.ones((2, 1), np.int32), np.zeros(2, np.int32), slots=np.array([0, 1], np.int32))
+    prompt = Step(np.ones((1, 5), np.int32), np.zeros(1, np.int32), slots=np.array([2], np.int32))
+    jax.eval_shape(dataclasses.replace(decoder, fn=watched), params, state, (tokens, prompt))
+    layer = "decoder.layers.0.attention"
+    assert reports == [{f"{layer}.position.rows", f"{layer}.cache.width", f"{layer}.kernel.queries"}]
 
 
 def test_position_embeddings_see_the_length_of_each_row():

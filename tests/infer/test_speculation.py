@@ -13,8 +13,8 @@ from axcore.infer import Engine, Request, SamplingOptions
 from axcore.infer.speculation import MTP, Drafter, DraftModel, NGram
 from axcore.infer.speculation.ngram import NGram as NGramDrafter
 from axcore.module import functional
-from axcore.nn import MultiTokenPrediction
-from axcore.testing.models import VOCAB_SIZE, tiny_model
+from axcore.nn import DecodingState, Linear, MultiTokenPrediction
+from axcore.testing.models import VOCAB_SIZE, shrunk, tiny_model
 from axcore.train.data import ByteTokenizer
 from axcore_paged_kv.cache import PagedCache
 from axcore_ring_kv.cache import RingCache
@@ -347,16 +347,69 @@ def test_wrong_draft_models_are_refused(model):
         cfg.set(speculation=DraftModel.Config()).build(model, draft_model=other)
 
 
+class Unmanaged(Linear):
+    """A layer with decoding state of its own."""
+
+    class Config(Linear.Config):
+        pass
+
+    def __init__(self, cfg, *, rngs):
+        super().__init__(cfg, rngs=rngs)
+        self.kept = DecodingState(np.zeros(3, np.float32), axes=("batch",))
+
+
 def test_state_that_cannot_be_rolled_back_is_refused(model):
     ring = RingCache.Config(window=8, spare=2)
     masked = ax.use("sliding-window", size=8)(tiny_model()).build(rngs=ax.Rngs(0))
     cfg = Engine.Config(max_len=MAX_LEN, max_rows=3, step_tokens=20, cache=ring)
     with pytest.raises(ConfigError, match=r"=3: model.*layers\.0\.attention\.cache can drop at most 2 tokens"):
         cfg.set(speculation=NGram.Config(num_speculative_tokens=3)).build(masked)
-    recurrent = ax.use("mamba2", state_dim=4, head_dim=4, chunk=4)(tiny_model()).build(rngs=ax.Rngs(0))
+    unmanaged = ax.select(tiny_model(), "head").map(lambda _, __: Unmanaged.Config()).build(rngs=ax.Rngs(0))
     cfg = Engine.Config(max_len=MAX_LEN, max_rows=3, step_tokens=20)
-    with pytest.raises(ConfigError, match=r"=4: model.*layers\.0.* keeps state .*Set speculation=None"):
-        cfg.set(speculation=NGram.Config()).build(recurrent)
+    with pytest.raises(ConfigError, match=r"=4: model\.head keeps state .*Set speculation=None"):
+        cfg.set(speculation=NGram.Config()).build(unmanaged)
+
+
+MAMBA = ax.use("mamba2", state_dim=4, head_dim=4, chunk=4)
+RECURRENT = {
+    "short convolutions": lambda: ax.select(shrunk(ax.recipe("quickstart").model), "**.conv").set(init=ax.nn.FanIn()),
+    "Mamba-2": lambda: ax.pipe(tiny_model(), MAMBA),
+    "half Mamba-2": lambda: ax.pipe(tiny_model(), ax.use("mamba2", state_dim=4, head_dim=4, attention_every=2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "cache", "drafter"),
+    [
+        pytest.param("short convolutions", "paged", "scripted", marks=LONG),
+        *(
+            pytest.param(*each, marks=SLOW)
+            for each in [
+                ("Mamba-2", "contiguous", "scripted"),
+                ("short convolutions", "contiguous", "ngram"),
+                ("short convolutions", "contiguous", "model"),
+                ("Mamba-2", "contiguous", "model"),
+                ("half Mamba-2", "paged", "scripted"),
+            ]
+        ),
+    ],
+)
+def test_recurrent_models_give_the_same_tokens_with_drafts(name, cache, drafter):
+    """Rejected drafts leave no trace in the state, and a draft model with such state follows the row."""
+    cfg = ax.select(RECURRENT[name](), "embedding").set(init=ax.nn.Normal(stddev=1.0))
+    model = noisy(cfg.build(rngs=ax.Rngs(0)), 0.2)
+    asked = [Request(ids, OPTIONS[at % 3]) for at, ids in enumerate(prompts((1, 2, 5, 9, 20, 30)))]
+    pieces, _ = answers(model, asked, **CACHES[cache])
+    scripted = Scripted.Config(known=known_outputs(asked[1:], pieces[1:]), num_speculative_tokens=3, percent_right=60)
+    speculation = {
+        "scripted": scripted,
+        "ngram": NGram.Config(prompt_lookup_min=1, num_speculative_tokens=2),
+        "model": DraftModel.Config(num_speculative_tokens=2),
+    }[drafter]
+    draft_model = noisy(model, 0.03) if drafter == "model" else None
+    found, stats = answers(model, asked, speculation, draft_model=draft_model, **CACHES[cache])
+    assert_equal(found, pieces)
+    assert 0 < stats.accepted_tokens < stats.draft_tokens
 
 
 @LONG

@@ -171,6 +171,35 @@ def test_reporting_twice_under_one_name_raises_and_names_the_layer(reports):
         invoke(model, ONES)
 
 
+class ByBlock(ax.Layer):
+    """Reports of each block of rows, as attention makes them for blocks of different widths."""
+
+    def __call__(self, blocks):
+        def one(x):
+            for reduce in ax.Reduce:
+                self.add_summary(reduce, x.mean(), reduce)
+            if x.shape[1] > 1:
+                self.add_summary("wide", x.mean())
+                self.add_image("image", jnp.ones((2, x.shape[1], 1)))
+            self.add_loss("loss", x.sum(), x.size, weight=0.5)
+            self.add_output("x", x)
+            return 2 * x
+
+        return self.frame.each(one, blocks)
+
+
+def test_reports_of_blocks_under_one_name_are_combined():
+    blocks = (jnp.ones((3, 1)), 3 * jnp.ones((1, 2)), 8 * jnp.ones((1, 4)))
+    doubled, reported = invoke(build(ByBlock.Config()), blocks, capture=["x"])
+    assert [each.shape for each in doubled] == [(3, 1), (1, 2), (1, 4)] and float(doubled[2][0, 0]) == 16
+    values = {name: float(each) for name, each in reported.summaries.items() if each.kind == "scalar"}
+    assert values == {"mean": 4.0, "sum": 12.0, "max": 8.0, "min": 1.0, "last": 8.0, "wide": 5.5}
+    assert reported.summaries["image"].value.shape == (2, 4, 1)
+    loss = reported.losses["loss"]
+    assert (float(loss.total), float(loss.count), loss.weight) == (3 + 6 + 32, 3 + 2 + 4, 0.5)
+    assert reported.outputs["x"].shape == (1, 4)
+
+
 class ScannedTwice(ax.Layer):
     class Config(ax.Layer.Config):
         layer: ax.Layer.Config

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import axcore as ax
-from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TokenInfo, TransformerLayer
+from axcore.nn import Attention, CausalLM, FeedForward, Linear, PerToken, Repeat, TokenInfo, TransformerLayer
 from axcore.parallel import Remat, SaveMatmuls
 
 from . import reference
@@ -39,6 +39,28 @@ def reference_logits(params, layers=2, segments=None):
 def reference_objective(params, batch=BATCH, z_loss=0.0, layers=2):
     segments = batch.get("segment_ids")
     return reference.objective(reference_logits(params, layers, segments), batch["targets"], batch["weights"], z_loss)
+
+
+class Marked(Linear):
+    """The output of each token is a value that the caller shares."""
+
+    class Config(Linear.Config):
+        pass
+
+    def __call__(self, x):
+        assert self.shared("other").shape == IDS.shape
+        return np.ones(VOCAB) * self.shared("mark").values[..., None]
+
+
+def test_shared_values_of_tokens_follow_the_tokens_whose_logits_are_computed():
+    cfg = model(layers=1, head=Marked.Config())
+    fn, params, state = ax.functional(cfg.build(rngs=ax.Rngs(0)))
+    mark = np.arange(10, dtype=np.float32).reshape(2, 5)
+    shared = {"mark": PerToken(mark), "other": mark}
+    at = np.array([[3, 0], [1, 1]])
+    found = fn(params, state, IDS, logits_at=at, shared=shared)[0][0]
+    np.testing.assert_array_equal(found[..., 0], [[3, 0], [6, 6]])
+    np.testing.assert_array_equal(fn(params, state, IDS, shared=shared)[0][0][..., 0], mark)
 
 
 def test_a_transformer_layer_is_two_pre_norm_residual_blocks():

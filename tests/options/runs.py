@@ -13,6 +13,7 @@ import time
 from types import SimpleNamespace
 
 import grain
+import jax
 import numpy as np
 
 import axcore as ax
@@ -56,7 +57,7 @@ from axcore_hf.checkpoint import Checkpoint
 from axcore_hf.feature import PublishedTokenizer
 from axcore_hf.initial import FromHF
 from axcore_hf.tokenizer import HFTokenizer
-from axcore_lora import LoRAAdapters
+from axcore_lora import FromAdapter, LoRAAdapters, adapters
 from axcore_moe.dead_experts import DeadExpertWarning
 from axcore_moe.upcycling import Upcycled
 from axcore_paged_kv.cache import PagedCache
@@ -329,6 +330,12 @@ def initials(folder):
     mixture = ax.select(dense, FeedForward).swap(moe(input_dim=ax.REQUIRED), drop=("hidden_dim",))
     source = FromRun.Config(folder=weights("dense", dense))
     yield Host(Upcycled.Config(source=source, noise=0.1), arrays(mixture))
+    adapted = ax.use("lora", rank=2)(fewer)
+    of_adapter = adapters(abstract(adapted)[1])
+    save_model(folder / "adapter", adapted, jax.tree.map(lambda form: np.full(form.shape, 0.5, form.dtype), of_adapter))
+    base = FromRun.Config(folder=more, drop=("position.**",))
+    cfg = FromAdapter.Config(base=base, folder=str(folder / "adapter"), allow_new=("norm.**",))
+    yield Host(cfg, arrays(adapted))
     published = f"hf:{folder / 'published'}"
     target = Checkpoint.open(published).model.set(norm=LayerNorm.Config())
     yield Host(FromHF.Config(source=published, allow_new=("norm.**",)), arrays(target))

@@ -79,6 +79,8 @@ VALUES = {
         for name in ("aot", "diff", "explain", "show", "train", "tune")
         for flag, value in EDITS.items()
     },
+    "adapter --base": "{here}/weights",
+    "adapter --peft": None,
     "adapter --step": "7",
     "aot --executable": "program",
     "aot --html": "page.html",

@@ -291,7 +291,7 @@ def test_a_decoder_with_a_row_for_each_adapter(model, logprobs, unstack):
     )
     if unstack:
         for slot, given in enumerate((A, B)):
-            arrays = adapters.arrays(given, state["model"])
+            arrays = adapters.arrays(given, BASE, state["model"])
             state["model"] = adapters.write(state["model"], arrays, np.int32(slot))
     ids = np.array([prompts((7,))[0]] * 3)
     slots = np.array([1, -1, 0])

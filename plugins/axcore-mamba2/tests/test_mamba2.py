@@ -11,6 +11,7 @@ import pytest
 import axcore as ax
 from axcore.module import abstract
 from axcore.nn import CachedRows, ContiguousCache, Linear, TokenInfo, for_decoding
+from axcore.testing import RecurrentSuite
 from axcore_mamba2.initializers import LogRates, StepBias
 from axcore_mamba2.mixer import Mamba2
 from axcore_mamba2.norm import GatedRMSNorm
@@ -54,9 +55,9 @@ def full(x, tokens=None, **options):
     return call(fn, params, state, x, tokens or span(0, x.shape[1]))[0]
 
 
-def formula(x):
+def formula(x, weights=None):
     """The layer in NumPy float64, with one document per row."""
-    weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), layer()[1])
+    weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), weights or layer()[1])
     silu = lambda x: x / (1 + np.exp(-x))  # noqa: E731
     z, xs, B, C, dt = (x @ weights[f"{name}_proj"]["weight"] for name in ("z", "x", "B", "C", "dt"))
     convolved = []
@@ -76,6 +77,21 @@ def formula(x):
     y = (y.reshape(z.shape) * silu(z)).reshape(*x.shape[:2], GROUPS, -1)
     y = y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-5)
     return (y.reshape(z.shape) * weights["norm"]["scale"]) @ weights["out_proj"]["weight"]
+
+
+class TestDecoding(RecurrentSuite):
+    pytestmark = pytest.mark.slow
+    tolerance = 1e-4
+
+    def config(self):
+        return CONFIG
+
+    def reference(self, params, x):
+        nested = {}
+        for path, value in params.items():
+            *parents, name = path.split(".")
+            functools.reduce(lambda node, key: node.setdefault(key, {}), parents, nested)[name] = value
+        return formula(x, nested)
 
 
 def test_layer_matches_the_formula():
@@ -107,17 +123,15 @@ def test_documents_have_no_gradient_from_each_other():
     assert np.abs(grad[0, ~second]).max() < 1e-7 * np.abs(grad).max()  # the gradient of a running sum is rounded
 
 
-@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one document", "packed"])
 @pytest.mark.parametrize("cuts", [[9], [4, 8, 12], range(1, SEQ)], ids=["2 pieces", "4 pieces", "tokens"])
-def test_decoding_in_pieces_matches_the_full_pass(segments, cuts):
+def test_decoding_in_pieces_matches_the_full_pass(cuts):
     x = inputs()
     fn, params, state = layer(batch_size=2)
     found = []
     for start, stop in zip([0, *cuts], [*cuts, SEQ], strict=True):
-        y, state = call(fn, params, state, x[:, start:stop], span(start, stop, segments))
+        y, state = call(fn, params, state, x[:, start:stop], span(start, stop))
         found.append(y)
-    wanted = full(x, span(0, SEQ, segments))
-    np.testing.assert_allclose(np.concatenate(found, axis=1), wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(np.concatenate(found, axis=1), full(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.long
@@ -146,7 +160,7 @@ def test_padding_changes_nothing(side):
 def test_restarted_row_ignores_the_old_state():
     fn, params, state = layer(batch_size=2)
     _, used = call(fn, params, state, inputs(), span(0, SEQ))
-    assert all(np.any(leaf) for leaf in jax.tree.leaves({**used, "segment": 1}))
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(used))
     x = inputs(seed=1)
     np.testing.assert_array_equal(
         call(fn, params, used, x, span(0, SEQ))[0], call(fn, params, state, x, span(0, SEQ))[0]
@@ -168,7 +182,7 @@ def test_every_parameter_and_state_has_logical_axes():
     assert fn.axes["x_proj"]["weight"] == ("embed", "head") and fn.axes["out_proj"]["weight"] == ("head", "embed")
     assert fn.axes["x_conv"] == {"weight": (None, "head"), "bias": ("head",)}
     assert fn.axes["A_log"] == fn.axes["dt_bias"] == fn.axes["D"] == fn.axes["norm"]["scale"] == ("head",)
-    assert fn.state_axes["state"] == ("batch", "head", None, None)
+    assert fn.state_axes["state"] == ("batch", None, "head", None, None)
     assert fn.state_axes["x_conv"]["past"] == ("batch", None, "head")
     for axes, arrays in ((fn.axes, params), (fn.state_axes, state)):
         jax.tree.map(
@@ -210,6 +224,8 @@ def test_other_errors_name_the_value():
     fn, params, state = layer(batch_size=2)
     with pytest.raises(ax.ConfigError, match="keeps the state of batch_size=2 rows but was called with 3"):
         call(fn, params, state, inputs(batch=3), span(0, SEQ))
+    with pytest.raises(ax.ConfigError, match="was given segment_ids while decoding"):
+        call(fn, params, state, inputs(), span(0, SEQ, SEGMENTS))
 
 
 def test_projections_are_slots():

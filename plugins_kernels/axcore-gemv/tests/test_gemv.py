@@ -32,7 +32,7 @@ from axcore_gemv import matmul
 from axcore_gemv.feature import use_gemv
 from axcore_gemv.matmul import Gemv
 
-SMALL = {"outputs": 4, "inputs": 16, "loads": 2}
+SMALL = {"warps": 1, "programs": 1}
 
 
 @pytest.fixture
@@ -106,12 +106,26 @@ def test_refuses_other_devices(device: tuple[str, str], message: str, monkeypatc
         Gemv()(x, w)
 
 
+def test_scales_multiply_sums_before_they_are_rounded(interpreted: None) -> None:
+    x, w = operands(1, 96, 48, jnp.bfloat16, jnp.int8)
+    scales = jnp.linspace(0.01, 0.02, 48)
+    for each in (scales, scales[:1]):
+        found, right = (f(x, w, None, each) for f in (Gemv(**SMALL), Matmul()))
+        assert found.dtype == right.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(found, right)
+
+
+def test_leaves_columns_that_are_not_whole_words_to_xla(interpreted: None) -> None:
+    for depth, kernels in ((100, 1), (102, 0)):
+        x, w = operands(1, depth, 8, jnp.bfloat16, jnp.int8)
+        assert str(jax.make_jaxpr(Gemv(**SMALL))(x, w)).count("pallas_call") == kernels
+
+
 def test_refuses_shards_and_invalid_fields(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = operands(1, 16, 16, jnp.bfloat16, jnp.bfloat16)
-    with pytest.raises(ax.ConfigError, match="outputs=24 must be a power of two"):
-        Gemv(outputs=24)(x, w)
-    with pytest.raises(ax.ConfigError, match="inputs=8 must be a power of two of at least 16"):
-        Gemv(inputs=8)(x, w)
+    for warps in (24, 64):
+        with pytest.raises(ax.ConfigError, match=f"warps={warps} must be a power of two of at most 32"):
+            Gemv(warps=warps)(x, w)
     monkeypatch.setattr(matmul, "is_sharded", lambda: True)
     with pytest.raises(ax.ConfigError, match="may be sharded"):
         Gemv()(x, w)

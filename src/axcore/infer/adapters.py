@@ -42,15 +42,24 @@ class Adapters(Configurable, abc.ABC):
         """
 
     @abc.abstractmethod
-    def arrays(self, source: Any, state: Tree) -> Tree:  # Any: what the implementation loads from
+    def arrays(self, source: Any, model: BaseConfig, state: Tree) -> Tree:  # Any: what the implementation loads from
         """Loads an adapter, in the form that `write` takes. The shapes do not depend on the adapter.
 
         Args:
-            source: a folder or an adapter in memory; None: an adapter that changes nothing.
+            source: a folder or an adapter in memory.
+            model: config of the model, before `attach`. Its layers may be stacked.
             state: shapes of the state of the decoding model.
 
         Raises:
             AxcoreError: `source` is not an adapter, or does not fit the model.
+        """
+
+    @abc.abstractmethod
+    def nothing(self, state: Tree) -> Tree:
+        """The arrays of an adapter that changes nothing.
+
+        Args:
+            state: shapes of the state of the decoding model.
         """
 
     @abc.abstractmethod

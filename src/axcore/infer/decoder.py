@@ -33,6 +33,7 @@ from axcore.nn import (
     CachedRows,
     KVCache,
     Paging,
+    PerToken,
     TokenInfo,
     column_major,
     for_decoding,
@@ -122,6 +123,7 @@ class Decoder:
         unstack: bool = True,
         fuse: bool = True,
         adapters: Adapters | None = None,
+        max_rollback: int = 0,
     ) -> tuple[Decoder, Tree, Tree]:
         """Converts a model that was built for training.
 
@@ -137,6 +139,8 @@ class Decoder:
                 values, or gate and up (see `axcore.nn.fused`). This copies their weights once. On several devices they
                 stay apart, since each array is divided between the devices.
             adapters: adds room for adapters to the model. Products of layers with adapters stay apart.
+            max_rollback: the number of last tokens of a row that a step must be able to replace, such as drafts. Layers
+                with a recurrent state keep it for that many tokens. KV caches can replace any number.
 
         Returns:
             The decoder, the parameters and the initial state.
@@ -164,7 +168,7 @@ class Decoder:
             cfg = adapters.attach(cfg)
         if fuse and _is_single(layout):
             cfg, params = fused(cfg, params, held)
-        cfg = for_decoding(cfg, batch_size=batch_size, max_len=max_len, cache=cache)
+        cfg = for_decoding(cfg, batch_size=batch_size, max_len=max_len, cache=cache, max_rollback=max_rollback)
         fn, axes, state = empty_state(cfg, type(model).__name__, batch_size, layout)
         state["model"] = merged(state["model"], held)
         params = pruned(fn.axes, params)
@@ -373,7 +377,7 @@ class Decoder:
                     valid=tokens.valid,
                     cached=tokens.cached,
                     logits_at=steps[0].logits_at,
-                    shared=None if adapters is None else {ADAPTERS: adapters[0]},
+                    shared=None if adapters is None else {ADAPTERS: PerToken(adapters[0])},
                 )
                 return (logits,), state
 
@@ -398,7 +402,7 @@ class Decoder:
                 ),
                 cached=CachedBlocks(tuple(each_of)),
                 logits_at=flat(places),
-                shared=None if adapters is None else {ADAPTERS: flat(adapters)},
+                shared=None if adapters is None else {ADAPTERS: PerToken(flat(adapters))},
             )
         cuts = np.cumsum([block.at.size for block in blocks])[:-1]
         parts = zip(jnp.split(logits[0], cuts), blocks, strict=True)

@@ -118,6 +118,7 @@ class Engine(config.Configurable):
         draft_model: Layer | None = None,
     ):
         self._identity, self._prefill = model_identity(model), prefill
+        self._model = model.config
         self._in_prefill: set[HandedOver] = set()
         self._adapters = None if cfg.adapters is None else cfg.adapters.build()
         decoder, params, state = Decoder.of(
@@ -127,6 +128,7 @@ class Engine(config.Configurable):
             max_len=cfg.max_len,
             layout=layout,
             adapters=self._adapters,
+            max_rollback=0 if cfg.speculation is None else cfg.speculation.num_speculative_tokens,
         )
         check_config(cfg, decoder, has_tokenizer=tokenizer is not None, has_draft_model=draft_model is not None)
         if cfg.speculation is not None and cfg.speculation.reads_hidden_states:
@@ -230,7 +232,7 @@ class Engine(config.Configurable):
         if not isinstance(name, str) or not name:
             raise ConfigError(f"the name of an adapter must be a text, not {name!r}. Use the name that requests give")
         try:
-            arrays = self._adapters.arrays(source, self._programs.state_shapes)
+            arrays = self._adapters.arrays(source, self._model, self._programs.state_shapes)
         except AxcoreError as error:
             error.add_note(f"while loading the adapter {name!r}")
             raise

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+import functools
+import operator
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,7 @@ class Kind(enum.StrEnum):
 
 
 class Reduce(enum.StrEnum):
-    """How the values of one summary are reduced over mapped examples, devices or microbatches."""
+    """How the values of one summary are reduced over mapped examples, devices, microbatches or blocks of rows."""
 
     MEAN = "mean"
     SUM = "sum"
@@ -71,6 +73,10 @@ class LossSum:
     count: Float[Array, "*layer"]
     weight: float = dataclasses.field(default=1.0, metadata={"static": True})
 
+    def __add__(self, other: LossSum) -> LossSum:
+        """The loss over the units of both, which have the same weight."""
+        return LossSum(self.total + other.total, self.count + other.count, self.weight)
+
     def mean(self, count: Float[Array, "*layer"] | None = None) -> Float[Array, "*layer"]:
         """`weight * total / count`, or 0 if the count is 0.
 
@@ -108,6 +114,23 @@ class Collections:
         }
         return Collections(summaries, jax.tree.map(lambda leaf: leaf.sum(axis=0), self.losses), self.outputs)
 
+    @classmethod
+    def combined(cls, parts: Sequence[Collections]) -> Collections:
+        """Combines the reports of several blocks of one batch: summaries by their rule, each block with the same
+        weight, totals and counts of losses by addition, and the output of the last block that has one."""
+        summaries: dict[str, list[Summary]] = {}
+        losses: dict[str, list[LossSum]] = {}
+        for part in parts:
+            for path, summary in part.summaries.items():
+                summaries.setdefault(path, []).append(summary)
+            for path, loss in part.losses.items():
+                losses.setdefault(path, []).append(loss)
+        return cls(
+            {path: _combined(each) for path, each in summaries.items()},
+            {path: functools.reduce(operator.add, each) for path, each in losses.items()},
+            {path: output for part in parts for path, output in part.outputs.items()},
+        )
+
     def scalars(self) -> dict[str, Shaped[Array, "*layer"]]:
         """The values of scalar summaries, for a step's metrics."""
         return {path: summary.value for path, summary in self.summaries.items() if summary.kind is Kind.SCALAR}
@@ -124,6 +147,14 @@ class Collections:
         """
         means = (loss.mean(None if counts is None else counts[path]) for path, loss in self.losses.items())
         return sum((mean.sum() for mean in means), start=0.0)
+
+
+def _combined(summaries: Sequence[Summary]) -> Summary:
+    """One summary in place of those of several blocks."""
+    last = summaries[-1]
+    if last.reduce is Reduce.LAST:  # blocks may differ in the shapes of images
+        return last
+    return dataclasses.replace(last, value=last.reduce.over(jnp.stack([each.value for each in summaries])))
 
 
 def labelled(entries: Mapping[str, PyTree]) -> dict[str, PyTree]:

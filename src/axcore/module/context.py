@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import dataclasses
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -162,6 +162,21 @@ class Frame:
             )
         loss = LossSum(jnp.asarray(total, jnp.float32), jnp.asarray(count, jnp.float32), float(weight))
         self._record(self.collections.losses, name, loss)
+
+    def each[T, R](self, fn: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """Calls a function for each item, such as a block of rows. What the calls report under one name is combined;
+        see `Collections.combined`."""
+        whole = self.collections
+        if whole is None or len(items) < 2:
+            return [fn(item) for item in items]
+        parts, found = [Collections() for _ in items], []
+        try:
+            for item, self.collections in zip(items, parts, strict=True):
+                found.append(fn(item))
+        finally:
+            self.collections = whole
+        self.absorb(Collections.combined(parts))
+        return found
 
     def absorb(self, inner: Collections | None) -> None:
         """Adds the reports of the body of a transform, whose paths are already complete."""

@@ -259,7 +259,8 @@ class Layer(nnx.Module, Configurable):
         return self.frame.rng(stream)
 
     def add_summary(self, name: str, value: ArrayLike, reduce: Reduce = Reduce.MEAN) -> None:
-        """Reports a scalar under `path.name`. `reduce` combines the values of examples, devices and microbatches."""
+        """Reports a scalar under `path.name`. `reduce` combines the values of examples, devices, microbatches and
+        blocks of rows."""
         self.frame.add_summary(name, value, reduce)
 
     def add_histogram(self, name: str, values: Shaped[Array, ...]) -> None:

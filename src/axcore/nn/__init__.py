@@ -18,6 +18,7 @@ from axcore.nn.attention.merging import attend_in_parts, merge_by_lse
 from axcore.nn.attention.reference import ReferenceKernel
 from axcore.nn.attention.request import KernelRequest
 from axcore.nn.causal_lm import MASKED_LOGIT, CausalLM, Prediction
+from axcore.nn.documents import Documents
 from axcore.nn.dropout import dropout
 from axcore.nn.embedding import Embedding
 from axcore.nn.feed_forward import ClampedSwiGLU, FeedForward, Gating, combined
@@ -38,6 +39,7 @@ from axcore.nn.matmul import Matmul, Plain, Transposed
 from axcore.nn.multi_token import MultiTokenPrediction
 from axcore.nn.norm import FullWidthNorm, LayerNorm, PerHeadNorm, RMSNorm, Scale
 from axcore.nn.put_numerics import put_numerics, without_numerics
+from axcore.nn.recurrent import Recurrent, Windowed
 from axcore.nn.stacks import (
     by_layer,
     edit_layers,
@@ -48,7 +50,7 @@ from axcore.nn.stacks import (
     use_unroll,
 )
 from axcore.nn.third_party import Call, Stock, call, stock
-from axcore.nn.tokens import ADAPTERS, CachedBlocks, CachedRows, Phase, TokenInfo, take_tokens
+from axcore.nn.tokens import ADAPTERS, CachedBlocks, CachedRows, PerToken, Phase, TokenInfo, take_tokens
 from axcore.nn.transformer import (
     ParallelLayer,
     PostNormLayer,
@@ -86,6 +88,7 @@ __all__ = [
     "Contiguous",
     "ContiguousCache",
     "DecodingState",
+    "Documents",
     "Dropout",
     "Embedding",
     "FanIn",
@@ -124,6 +127,7 @@ __all__ = [
     "Paging",
     "ParallelLayer",
     "PerHeadNorm",
+    "PerToken",
     "Phase",
     "Place",
     "Plain",
@@ -133,6 +137,7 @@ __all__ = [
     "Product",
     "RMSNorm",
     "RaggedDot",
+    "Recurrent",
     "ReferenceKernel",
     "Repeat",
     "RingAttention",
@@ -149,6 +154,7 @@ __all__ = [
     "TunableKernel",
     "Tuning",
     "Weighted",
+    "Windowed",
     "Zeros",
     "attend",
     "attend_in_parts",

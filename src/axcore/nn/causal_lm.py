@@ -119,7 +119,7 @@ class CausalLM(Layer):
         tokens = TokenInfo.of(ids, positions, segment_ids, index, valid, cached)
         hidden = self.decoder(self._embed(ids, tokens), tokens)
         if logits_at is not None:
-            hidden = take_tokens(self, hidden, logits_at)
+            hidden = take_tokens(hidden, logits_at)
         return self.logits(self.norm(hidden))[..., : self.config.vocab_size]
 
     @method

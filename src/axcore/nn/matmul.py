@@ -69,6 +69,7 @@ class Matmul(Config):
         x: Float[Array, "*shape input_dim"],
         weight: Shaped[Array, "input_dim output_dim"],
         accumulate: DTypeLike | None = None,
+        scales: Float[Array, " output_dim"] | None = None,
     ) -> Float[Array, "*shape output_dim"]:
         """The product.
 
@@ -76,8 +77,11 @@ class Matmul(Config):
             x: activations.
             weight: the matrix in any dtype, such as int8 codes; its values count as they are.
             accumulate: dtype of the sums and of the result; None: the dtype of x.
+            scales: factors of the outputs. With them, sums are in float32 and only the result has the dtype.
         """
-        return matmul(x, weight, accumulate)
+        if scales is None:
+            return matmul(x, weight, accumulate)
+        return (matmul(x, weight, jnp.float32) * scales).astype(accumulate or x.dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -98,6 +102,15 @@ class Plain(Product):
         accumulate: DTypeLike | None = None,
     ) -> Float[Array, "*shape output_dim"]:
         return self.matmul(x, weight, accumulate)
+
+    def scaled(
+        self,
+        x: Float[Array, "*shape input_dim"],
+        weight: Shaped[Array, "input_dim output_dim"],
+        scales: Float[Array, " output_dim"],
+        dtype: DTypeLike,
+    ) -> Float[Array, "*shape output_dim"]:
+        return self.matmul(x, weight, dtype, scales)
 
     def input_gradient(
         self,

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from axcore.module import ContextError, DecodingState, Layer
+from axcore.module import ContextError, DecodingState, current
 
 ADAPTERS = "adapters"
-"""The name under which the caller of a model shares the adapter of each token: int32 [batch, seq], the slot of the
-adapter, or -1 for none. See `Layer.shared`."""
+"""The name under which the caller of a model shares the adapter of each token: a `PerToken` of int32 [batch, seq], the
+slot of the adapter, or -1 for none. See `Layer.shared`."""
 
 Phase = Literal["train", "prefill", "decode"]
 """`train` is any call without a KV cache, evaluation included. `prefill` processes prompts, `decode` a few tokens."""
@@ -60,7 +60,7 @@ class CachedBlocks:
 
     The tokens of the call are flat, [1, seq]: those of the first block, row by row, then those of the next. A layer
     that treats each token by itself reads its weights once for all of them. A layer with decoding state computes each
-    block by itself: see `TokenInfo.blocks`, `split` and `join`.
+    block by itself: `BaseAttention`, `Recurrent` and `Windowed` call `TokenInfo.split` and `join` for it.
 
     Attributes:
         blocks: the tokens of each block [rows, width], with the `CachedRows` that they continue. No slot has new tokens
@@ -129,7 +129,9 @@ class TokenInfo:
             return self.cached
         if self.cached is None:
             raise ContextError("a layer with decoding state must be called through axcore.infer.Decoder")
-        raise ContextError("a layer with decoding state must compute each block by itself: see TokenInfo.blocks")
+        raise ContextError(
+            "a layer with decoding state must compute each block of rows by itself: use axcore.nn.Recurrent or Windowed"
+        )
 
     @property
     def blocks(self) -> tuple[TokenInfo, ...]:
@@ -162,17 +164,31 @@ class TokenInfo:
         return jax.tree.map(cut, dataclasses.replace(self, cached=None))
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PerToken:
+    """A shared value with an entry for each token of a call (see `Layer.share`). It follows the tokens that a model
+    selects with `take_tokens`."""
+
+    values: Shaped[Array, "batch seq ..."]
+
+
 def take_tokens(
-    layer: Layer, x: Float[Array, "batch seq features"], at: Int[Array, "batch chosen"]
+    x: Float[Array, "batch seq features"], at: Int[Array, "batch chosen"]
 ) -> Float[Array, "batch chosen features"]:
-    """The features of some tokens. Layers that are called later with them also find the adapters of these tokens.
+    """The features of some tokens. Layers that are called later find the `PerToken` values of these tokens.
 
     Args:
-        layer: the layer whose call this is.
         x: features of all tokens.
         at: indices into `seq`.
+
+    Raises:
+        ContextError: no call of a layer is active.
     """
-    adapters = layer.frame.shared.get(ADAPTERS)
-    if adapters is not None:
-        layer.share(ADAPTERS, jnp.take_along_axis(adapters, at, axis=1))
-    return jnp.take_along_axis(x, at[:, :, None], axis=1)
+
+    def take(x: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+    shared = current().shared
+    shared.update({name: PerToken(take(value.values)) for name, value in shared.items() if isinstance(value, PerToken)})
+    return take(x)

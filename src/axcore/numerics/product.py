@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
@@ -29,6 +30,21 @@ class Product(abc.ABC):
             weight: float array, which is converted to the dtype of `x`. Its sizes may differ from the layer's weight.
             accumulate: dtype of the sums and of the result; None: the dtype of x.
         """
+
+    def scaled(
+        self,
+        x: Float[Array, "*rows input_dim"],
+        weight: Shaped[Array, "*shape"],
+        scales: Float[Array, "*group output_dim"],
+        dtype: DTypeLike,
+    ) -> Float[Array, "*rows output_dim"]:
+        """The product with codes of a weight, times a factor for each output. Sums are in float32.
+
+        Args:
+            scales: in the shape that `broadcast` takes.
+            dtype: of the result.
+        """
+        return (self(x, weight, jnp.float32) * self.broadcast(scales)).astype(dtype)
 
     @abc.abstractmethod
     def input_gradient(

@@ -20,6 +20,7 @@ from axcore.testing.optimizer import OptimizerSuite  # noqa: E402
 from axcore.testing.paged_cache import PagedCacheSuite  # noqa: E402
 from axcore.testing.parallelism import ParallelismSuite  # noqa: E402
 from axcore.testing.recipe import RecipeSuite  # noqa: E402
+from axcore.testing.recurrent import RecurrentSuite  # noqa: E402
 
 __all__ = [
     "FeatureSuite",
@@ -33,6 +34,7 @@ __all__ = [
     "PagedCacheSuite",
     "ParallelismSuite",
     "RecipeSuite",
+    "RecurrentSuite",
     "RequestSuite",
     "shrunk",
     "tiny_batch",

@@ -87,11 +87,11 @@ class Fp8(Numerics):
     def __call__(self, x: jax.Array, weight: Weight, product: Product) -> jax.Array:
         accumulate = self.dtypes.accumulate
         if isinstance(weight, Mapping):
-            scales = product.broadcast(weight["scales"].squeeze(self.config.input_axis))
+            scales, dtype = weight["scales"].squeeze(self.config.input_axis), jnp.dtype(accumulate or x.dtype)
             if self.config.weight_only:
-                return (product(x, weight["codes"], jnp.float32) * scales).astype(accumulate or x.dtype)
+                return product.scaled(x, weight["codes"], scales, dtype)
             check_hardware(self.frame.path)
-            return stored_product(jnp.dtype(accumulate or x.dtype), x, weight["codes"], scales, product)
+            return stored_product(dtype, x, weight["codes"], product.broadcast(scales), product)
         if self.config.weight_only:
             return product(x, self.matrix(weight), accumulate)
         check_hardware(self.frame.path)

@@ -57,16 +57,20 @@ class Safetensors:
 
     Tensors are read from the files instead of memory-mapped, so that they do not stay in memory after use.
 
+    Args:
+        folder: the folder.
+        single: the name of another file to read in place of `model.safetensors`, which has no index.
+
     Raises:
         AxcoreError: a file is missing, truncated or of another format, or the index and the files differ.
     """
 
-    def __init__(self, folder: pathlib.Path):
+    def __init__(self, folder: pathlib.Path, single: str = SINGLE):
         self.where = str(folder)
         self._places: dict[str, tuple[pathlib.Path, str, int, int, tuple[int, ...]]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
-        listed = _index(folder)
-        for file in sorted({folder / name for name in listed.values()}) if listed else [folder / SINGLE]:
+        listed = _index(folder) if single == SINGLE else {}
+        for file in sorted({folder / name for name in listed.values()}) if listed else [folder / single]:
             for name, entry in _header(file).items():
                 if listed and listed.get(name) != file.name:
                     raise AxcoreError(f"{folder / INDEX} does not list {name!r}, which is in {file.name}")
@@ -105,7 +109,7 @@ class LanguagePart:
 
     def __init__(self, whole: Source):
         self.where, self._whole = whole.where, whole
-        names = {name: _alone(name) for name in whole.shapes}
+        names = {name: language_name(name) for name in whole.shapes}
         self._names = {alone: name for name, alone in names.items() if alone is not None}
         self.shapes = {alone: whole.shapes[name] for alone, name in self._names.items()}
         parts = {name.removeprefix("model.").partition(".")[0] for name, alone in names.items() if alone is None}
@@ -115,7 +119,7 @@ class LanguagePart:
         return self._whole.read(self._names[name])
 
 
-def _alone(name: str) -> str | None:
+def language_name(name: str) -> str | None:
     """The name of a tensor within the language model, or None. In files, its prefix contains `language_model`."""
     if name.startswith("language_model."):
         return name.removeprefix("language_model.")

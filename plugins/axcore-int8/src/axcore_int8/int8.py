@@ -78,7 +78,7 @@ class Int8(StraightThrough):
         form = weight if isinstance(weight, Mapping) else self.encode(jax.lax.stop_gradient(weight))
         codes, scales = form["codes"], form["scales"].squeeze(cfg.input_axis)
         if cfg.activation_scales is None:
-            return (product(x, codes, jnp.float32) * product.broadcast(scales)).astype(dtype)
+            return product.scaled(x, codes, scales, dtype)
         input_scale = scale_of(self.input_amax[...]) if cfg.activation_scales == "static" else None
         key = self.rng("rounding") if cfg.rounding == "stochastic" and self.training else None
         options = Options(dtype, cfg.input_axis, cfg.weight_gradient, self.frame.path)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from axcore_lora.adapter import Adapter as Adapter
     from axcore_lora.adapter_params import adapters as adapters, load as load
     from axcore_lora.attach import use_lora as use_lora
+    from axcore_lora.initial import FromAdapter as FromAdapter
     from axcore_lora.layer import DoRA as DoRA, LoRA as LoRA
     from axcore_lora.merging import Merged as Merged, merge as merge, unmerge as unmerge
     from axcore_lora.serving import LoRAAdapters as LoRAAdapters
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "adapter": ("Adapter",),
     "attach": ("use_lora",),
+    "initial": ("FromAdapter",),
     "layer": ("DoRA", "LoRA"),
     "merging": ("Merged", "merge", "unmerge"),
     "adapter_params": ("adapters", "load"),

@@ -27,16 +27,30 @@ class Adapter:
     params: Tree
 
     @classmethod
-    def read(cls, folder: str | pathlib.Path, *, step: int | None = None) -> Adapter:
-        """Reads the adapters of a run, of a model folder, or of a folder that `save` wrote, and no other weights.
+    def read(cls, folder: str | pathlib.Path, *, step: int | None = None, model: Any = None) -> Adapter:
+        """Reads the adapters of a run, of a model folder, of a folder that `save` wrote, or of one that PEFT wrote, and
+        no other weights.
 
         Args:
             folder: the folder.
             step: step of the checkpoint; None: the newest.
+            model: config of the model that an adapter of PEFT belongs to, without adapters. The others have their own.
 
         Raises:
-            AxcoreError: the folder is none of these, or its model has no adapters.
+            AxcoreError: the folder is none of these, its model has no adapters, or an adapter of PEFT is not supported
+                or does not fit `model`.
         """
+        from axcore_lora import peft
+
+        if peft.is_peft(folder):
+            if step is not None:
+                raise AxcoreError(f"{folder}: an adapter of PEFT has no checkpoints. Omit step={step}")
+            if model is None:
+                raise AxcoreError(
+                    f"{folder}: an adapter of PEFT has no config of its model. Give that of the base model (model=, or "
+                    f"`axcore adapter --base`)"
+                )
+            return peft.read(folder, model)
         found = ModelFolder.open(folder)
         wanted = adapters(abstract(found.model)[1])
         if not wanted:
@@ -56,6 +70,17 @@ class Adapter:
             AxcoreError: the folder exists or cannot be written.
         """
         return save_model(folder, self.cfg, self.params)
+
+    def save_peft(self, folder: str | pathlib.Path) -> pathlib.Path:
+        """Writes LoRA adapters in the format of PEFT.
+
+        Raises:
+            AxcoreError: an adapter is DoRA or one of experts, the model is not of a published family, or the folder
+                exists or cannot be written.
+        """
+        from axcore_lora import peft
+
+        return peft.write(self, folder)
 
     @classmethod
     def of(cls, cfg: ax.Config, params: Tree) -> Adapter:

@@ -51,15 +51,24 @@ def use_lora(
         )
     adapter = (DoRA if dora else LoRA).Config(rank=rank, alpha=alpha, dropout=dropout)
     cfg = ax.select(cfg, lambda path, _: path in chosen).put(adapter=adapter)
-    return _on_learners(cfg, _frozen) if freeze else cfg
+    return frozen(cfg) if freeze else cfg
 
 
-def unfreeze(cfg: ax.Config) -> ax.Config:
+def frozen[C: ax.Config](cfg: C) -> C:
+    """Sets the rates with which only adapters are trained; see `use_lora`.
+
+    Raises:
+        ConfigError: this would override a rate above 0.
+    """
+    return _on_learners(cfg, _frozen)
+
+
+def unfreeze[C: ax.Config](cfg: C) -> C:
     """Removes the two rates that `freeze=True` set, where both are present."""
     return _on_learners(cfg, _unfrozen)
 
 
-def _on_learners(cfg: ax.Config, edit: Any) -> ax.Config:
+def _on_learners[C: ax.Config](cfg: C, edit: Any) -> C:
     held = any(builds(node, Learner) for _, node in walk(cfg))
     return ax.select(cfg, Learner).map(lambda _, node: edit(node)) if held else cfg
 

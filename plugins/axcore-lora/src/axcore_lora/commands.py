@@ -13,18 +13,40 @@ def adapter(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="axcore adapter",
         description="Writes the LoRA and DoRA adapters of a run to a folder, without the weights of the model. Engines "
-        "load such folders while they run.",
+        "load such folders while they run. Also converts from and to the format of PEFT.",
     )
-    parser.add_argument("run", help="a run folder or a model folder with adapters")
+    parser.add_argument("run", help="a run folder or a model folder with adapters, or a folder of PEFT")
     parser.add_argument("folder", help="the folder to write; it must not exist")
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    parser.add_argument(
+        "--base",
+        metavar="MODEL",
+        help="the folder or the recipe of the model that an adapter of PEFT belongs to; only its config is read",
+    )
+    parser.add_argument("--peft", action="store_true", help="write the format of PEFT, for transformers (LoRA only)")
     given = parser.parse_args(arguments)
 
+    from axcore.cli.compose import compose, is_folder
+    from axcore.config import has_field
+    from axcore.train import ModelFolder
     from axcore.train.files import new_folder
     from axcore_lora.adapter import Adapter
+    from axcore_lora.peft import is_peft
 
-    folder = new_folder(given.folder)
-    Adapter.read(given.run, step=given.step).save(folder)
+    folder, model = new_folder(given.folder), None
+    if given.base is not None:
+        if not is_peft(given.run):
+            raise AxcoreError(f"--base {given.base} has no effect: {given.run} has the config of its model. Omit it")
+        if is_folder(given.base):
+            model = ModelFolder.open(given.base).model
+        else:
+            cfg = compose(given.base, [])
+            model = cfg.model if has_field(cfg, "model") else cfg
+    adapter = Adapter.read(given.run, step=given.step, model=model)
+    if given.peft:
+        adapter.save_peft(folder)
+    else:
+        adapter.save(folder)
     print(f"wrote the adapters of {given.run} -> {given.folder}")
     return 0
 

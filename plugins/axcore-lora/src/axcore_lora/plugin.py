@@ -5,7 +5,10 @@ from axcore.plugin import AdaptersOffer, Command, Feature, hookimpl
 
 @hookimpl
 def axcore_features() -> list[Feature]:
-    return [Feature("lora", "axcore_lora.attach:use_lora", "LoRA or DoRA on every linear layer, the rest frozen.")]
+    return [
+        Feature("lora", "axcore_lora.attach:use_lora", "LoRA or DoRA on every linear layer, the rest frozen."),
+        Feature("lora-weights", "axcore_lora.initial:use_lora_weights", "Adapters of a folder, to train them further."),
+    ]
 
 
 @hookimpl

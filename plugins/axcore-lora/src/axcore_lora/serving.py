@@ -24,7 +24,8 @@ Path = tuple[Any, ...]
 
 
 class LoRAAdapters(Adapters):
-    """LoRA adapters, one for each request. `Engine.load_adapter` takes a folder (see `Adapter.read`) or an `Adapter`.
+    """LoRA adapters, one for each request. `Engine.load_adapter` takes a folder (see `Adapter.read`), also one
+    of PEFT, or an `Adapter`.
 
     An adapter of a smaller rank is padded with zeros. What it changes in layers that only training has, such as modules
     for multi-token prediction, has no effect. Experts and DoRA are not supported: merge such adapters.
@@ -79,14 +80,15 @@ class LoRAAdapters(Adapters):
             )
         return filled_with(plain)
 
-    def arrays(self, source: str | pathlib.Path | Adapter | None, state: Tree) -> Tree:
-        if source is None:
-            return _of_slots(state, {}, ())
+    def nothing(self, state: Tree) -> Tree:
+        return _of_slots(state, {}, ())
+
+    def arrays(self, source: str | pathlib.Path | Adapter, model: ax.Config, state: Tree) -> Tree:
         adapter = source if isinstance(source, Adapter) else None
         if adapter is None:
             if not isinstance(source, str | pathlib.Path):
                 raise ConfigError(f"an adapter must be a folder or an axcore_lora.Adapter, not {source!r}")
-            adapter = Adapter.read(source)
+            adapter = Adapter.read(source, model=model)
         given = _by_path(unstack_arrays(adapter.cfg, _scaled(adapter)))
         found = _of_slots(state, given, ())
         if given:

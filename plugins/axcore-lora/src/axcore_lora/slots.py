@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 import axcore as ax
-from axcore.nn import ADAPTERS
+from axcore.nn import ADAPTERS, PerToken
 from axcore.numerics import Product
 
 
@@ -57,10 +57,10 @@ class LoRASlots(ax.Layer):
             ConfigError: x has other rows than the tokens of the call.
         """
         del weight
-        slot: Int[Array, "batch seq"] | None = self.frame.shared.get(ADAPTERS)
-        if slot is None:
+        shared: PerToken | None = self.frame.shared.get(ADAPTERS)
+        if shared is None:
             return y
-        tokens = x.shape[:-1]
+        slot, tokens = shared.values, x.shape[:-1]
         if tokens not in (slot.shape, (slot.size,)):
             raise ax.ConfigError(
                 f"{self.frame.path}: an adapter for each token requires inputs of the {slot.size} tokens, got shape "

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import axcore as ax
-from axcore.nn import DecodingState, Initializer, KVCache, Linear, Ones, TokenInfo
+from axcore.nn import Documents, Initializer, Linear, Ones, Recurrent, TokenInfo
 from axcore.nn.matmul import rows
 from axcore_mamba2.conv import CausalConv
-from axcore_mamba2.documents import Documents
 from axcore_mamba2.initializers import LogRates, StepBias
 from axcore_mamba2.norm import GatedRMSNorm
 from axcore_mamba2.ssd import ssd
 
 
-class Mamba2(ax.Layer):
+class Mamba2(Recurrent):
     """A selective state space model with a scalar decay per head, called like `axcore.nn.Attention`.
 
     The names are the paper's: in terms of attention, x is the value, B the key and C the query. Each has a separate
@@ -30,7 +30,7 @@ class Mamba2(ax.Layer):
     The values `query`, `key`, `value` and `heads` are tagged for remat policies.
     """
 
-    class Config(ax.Layer.Config):
+    class Config(Recurrent.Config):
         input_dim: ax.PositiveInt = ax.REQUIRED
         state_dim: ax.PositiveInt = 128
         """Size of the state of each feature of a head."""
@@ -59,11 +59,6 @@ class Mamba2(ax.Layer):
         norm: ax.Layer.Config = GatedRMSNorm.Config()
         """Called as `(heads, z)`, both [batch, seq, expand * input_dim]. Receives `input_dim` and `groups`."""
         out_proj: Linear.Config = Linear.Config()
-        batch_size: ax.PositiveInt | None = None
-        """Number of rows that are decoded together. Their state is kept for the next call. None keeps no state."""
-
-        def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> Mamba2.Config:
-            return self.set(batch_size=batch_size)
 
     config: Config
 
@@ -99,71 +94,34 @@ class Mamba2(ax.Layer):
         self.norm = self.child("norm", cfg.norm, rngs, input_dim=inner, groups=cfg.num_groups)
         wide = {"input_dim": inner, "output_dim": cfg.input_dim, "axes": ("head", "embed")}
         self.out_proj = self.child("out_proj", cfg.out_proj, rngs, **wide)
-        self.state = self.segment = self.length = nnx.data(None)
-        if cfg.batch_size is not None:
-            shape = (cfg.batch_size, num_heads, cfg.head_dim, cfg.state_dim)
-            self.state = DecodingState(jnp.zeros(shape, jnp.float32), axes=("batch", "head", None, None))
-            self.segment = DecodingState(jnp.zeros((cfg.batch_size,), jnp.int32), axes=("batch",))
-            self.length = DecodingState(jnp.zeros((cfg.batch_size,), jnp.int32), axes=("batch",))
+        shape = (num_heads, cfg.head_dim, cfg.state_dim)
+        self.carry("state", shape, axes=("head", None, None))
 
     def __call__(self, x: jax.Array, tokens: TokenInfo) -> jax.Array:
         """[batch, seq, input_dim] -> the same shape."""
-        flat, shape = rows(x), x.shape[:2]
+        cfg, flat, shape = self.config, rows(x), x.shape[:2]
         z, values, B, C, dt = (
             project(flat).reshape(*shape, -1)
             for project in (self.z_proj, self.x_proj, self.B_proj, self.C_proj, self.dt_proj)
         )
-        parts = zip(*map(tokens.split, (values, B, C, dt)), tokens.blocks, strict=True)
-        heads = tokens.join([self._heads(*part) for part in parts])
-        return self.out_proj(self.norm(checkpoint_name(heads, "heads"), z))
 
-    def _heads(self, x: jax.Array, B: jax.Array, C: jax.Array, dt: jax.Array, tokens: TokenInfo) -> jax.Array:
-        """The heads [rows, width, expand * input_dim] of a block of rows, from its projections; NaN in a row that does
-        not continue its state."""
-        cfg, (batch, seq, _) = self.config, x.shape
-        documents = self._documents(batch, tokens)
+        def convolved(x: jax.Array, conv: CausalConv, *heads: int) -> jax.Array:
+            return jax.nn.silu(conv(x, tokens)).reshape(*shape, *heads)
 
-        def convolved(x: jax.Array, conv: CausalConv, *shape: int) -> jax.Array:
-            return jax.nn.silu(conv(x, documents)).reshape(batch, seq, *shape)
-
-        values = checkpoint_name(convolved(x, self.x_conv, -1, cfg.head_dim), "value")
+        values = checkpoint_name(convolved(values, self.x_conv, -1, cfg.head_dim), "value")
         B = checkpoint_name(convolved(B, self.B_conv, cfg.num_groups, cfg.state_dim), "key")
         C = checkpoint_name(convolved(C, self.C_conv, cfg.num_groups, cfg.state_dim), "query")
-        dt = dt.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)
-        dt = documents.only_tokens(jax.nn.softplus(dt))
+        dt = jax.nn.softplus(dt.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32))
+        heads = self.recur(tokens, values, B, C, dt) + self.D[...].astype(jnp.float32)[:, None] * values
+        heads = heads.astype(values.dtype).reshape(*shape, -1)
+        return self.out_proj(self.norm(checkpoint_name(heads, "heads"), z))
+
+    def advance(
+        self, before: Mapping[str, jax.Array], documents: Documents, *inputs: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The heads [rows, width, head, head_dim] of some rows from values, B, C and step sizes."""
+        values, B, C, dt = inputs
         A = -jnp.exp(self.A_log[...].astype(jnp.float32))
-        before = None if self.state is None else tokens.rows.take(self.state)
-        heads, after = ssd(values, dt, A, B, C, cfg.chunk, before, documents.numbers)
-        if self.state is not None:
-            tokens.rows.put(self.state, after)
-        heads = (heads + self.D[...].astype(jnp.float32)[:, None] * values).astype(values.dtype)
-        heads = heads.reshape(batch, seq, -1)
-        if self.length is None:
-            return heads
-        return jnp.where(self._goes_on(self.length, tokens, (batch, seq))[:, None, None], heads, jnp.nan)
-
-    @staticmethod
-    def _goes_on(kept: DecodingState, tokens: TokenInfo, shape: tuple[int, int]) -> jax.Array:
-        """bool [batch], whether the tokens start their row or continue it at its end. The state cannot go back."""
-        rows = tokens.rows
-        index, length = jnp.broadcast_to(tokens.index, shape), rows.take(kept)
-        exists = True if tokens.valid is None else tokens.valid
-        first = jnp.where(exists, index, jnp.iinfo(jnp.int32).max).min(axis=1)
-        last = jnp.where(exists, index, -1).max(axis=1)
-        rows.put(kept, jnp.where(last < 0, length, last + 1))
-        return (first == 0) | (first == length) | (last < 0)
-
-    def _documents(self, batch: int, tokens: TokenInfo) -> Documents:
-        if self.segment is None:
-            return Documents.of(tokens, batch)
-        cached = tokens.rows
-        if cached.slots is None and batch != self.config.batch_size:
-            raise ax.ConfigError(
-                f"{self.frame.path}: Mamba2 keeps the state of batch_size={self.config.batch_size} rows but was called "
-                f"with {batch}. Pass {self.config.batch_size} rows, or the slot of each row."
-            )
-        before = cached.take(self.segment)
-        documents = Documents.of(tokens, batch, before)
-        if tokens.segment_ids is not None:
-            cached.put(self.segment, documents.ending(before[:, None, None], tokens.segment_ids[..., None])[:, 0, 0])
-        return documents
+        dt = documents.only_tokens(dt)  # a step of size 0 does not change the state
+        heads, state = ssd(values, dt, A, B, C, self.config.chunk, before["state"], documents.numbers)
+        return heads, {"state": state}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from typing import ClassVar
 
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
@@ -15,32 +15,30 @@ from axcore.nn import Matmul
 from axcore.parallel import is_sharded, target_device
 from axcore_gemv.kernel import Tiling, product
 
-_DEVICES = r"A100|A800|H20\b|H100|H200|H800|GH200|B200|GB200"
+_MULTIPROCESSORS = {"A[18]00": 108, "H20": 78, "G?H[128]00": 132, "G?B200": 148}
+"""Pattern of a device kind -> its multiprocessors."""
 
 
 class Gemv(Matmul):
     """The product of one row with a matrix in bfloat16, float16, float32, int8 or float8, which a kernel reads once.
 
-    Sums are in float32. Products of more rows, such as those of a prompt, stay with XLA. For inference: the kernel has
-    no gradient.
+    Sums are in float32. Products of more rows, such as those of a prompt, and those of matrices whose columns do not
+    have a multiple of 4 bytes stay with XLA. For inference: the kernel has no gradient.
     """
 
     reads_columns: ClassVar[bool] = True
 
-    outputs: PositiveInt | None = None
-    """Outputs that a program computes, a power of two. None for this and the next fields: chosen from the shapes."""
-    inputs: PositiveInt | None = None
-    """Inputs that a program loads at once, a power of two of at least 16."""
-    loads: PositiveInt | None = None
-    """Number of loads that a program has in flight at the same time."""
     warps: PositiveInt | None = None
-    """Warps of a program, a power of two."""
+    """Warps of a program, a power of two of at most 32. None for this and the next field: chosen from the shapes."""
+    programs: PositiveInt | None = None
+    """Programs for each multiprocessor of the GPU."""
 
     def __call__(
         self,
         x: Float[Array, "*shape input_dim"],
         weight: Shaped[Array, "input_dim output_dim"],
         accumulate: DTypeLike | None = None,
+        scales: Float[Array, " output_dim"] | None = None,
     ) -> Float[Array, "*shape output_dim"]:
         """See `Matmul`.
 
@@ -48,45 +46,49 @@ class Gemv(Matmul):
             ConfigError: the device is not an NVIDIA GPU since A100, arrays are sharded over several devices, or a
                 field is not valid.
         """
-        if math.prod(x.shape[:-1]) != 1:
-            return super().__call__(x, weight, accumulate)
-        _check_device()
         depth, outputs = weight.shape
-        tiling = self.tiling(depth, outputs, weight.dtype.itemsize)
-        y = product(x.reshape(-1), weight.T, tiling=tiling)
-        return y.astype(accumulate or x.dtype).reshape(*x.shape[:-1], -1)
+        if math.prod(x.shape[:-1]) != 1 or depth * weight.dtype.itemsize % 4 or not weight.size:
+            return super().__call__(x, weight, accumulate, scales)
+        tiling = self.tiling(depth, outputs, weight.dtype.itemsize, _multiprocessors())
+        dtype = jnp.dtype(accumulate or x.dtype)
+        scales = None if scales is None else jnp.broadcast_to(scales.astype(jnp.float32), outputs)
+        y = product(x.reshape(-1), weight.T, scales, dtype=dtype, tiling=tiling)
+        return y.reshape(*x.shape[:-1], -1)
 
-    def tiling(self, depth: int, outputs: int, itemsize: int) -> Tiling:
+    def tiling(self, depth: int, outputs: int, itemsize: int, multiprocessors: int) -> Tiling:
         """How the kernel divides a product with a matrix [depth, outputs].
 
         Args:
             itemsize: bytes of an element of the matrix.
+            multiprocessors: of the GPU.
         """
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Tiling)}
-        fields = dataclasses.asdict(default_tiling(depth, outputs, itemsize))
-        fields |= {name: value for name, value in given.items() if value is not None}
-        for name, least in (("outputs", 1), ("inputs", 16), ("warps", 1)):
-            value = fields[name]
-            if value < least or value & (value - 1):
-                raise ConfigError(f"matmul=Gemv: {name}={value} must be a power of two of at least {least}")
-        return Tiling(**fields)
+        warps, programs = default_tiling(depth, itemsize)
+        warps = self.warps or warps
+        if warps > 32 or warps & (warps - 1):
+            raise ConfigError(f"matmul=Gemv: warps={warps} must be a power of two of at most 32")
+        return Tiling(warps, min(outputs, multiprocessors * (self.programs or programs)))
 
 
-def default_tiling(depth: int, outputs: int, itemsize: int) -> Tiling:
-    """The fastest tiling of those measured on an H200 (`benchmarks/RESULTS.md`)."""
-    if itemsize == 1:
-        return Tiling(outputs=8, inputs=512, loads=2, warps=4)
-    if depth % 4096 == 0 and outputs >= 8192:
-        return Tiling(outputs=2, inputs=4096, loads=1, warps=8)
-    if depth % 2048 == 0:
-        return Tiling(outputs=4, inputs=2048, loads=2, warps=4)
-    return Tiling(outputs=8, inputs=512, loads=2, warps=8)
+def default_tiling(depth: int, itemsize: int) -> tuple[int, int]:
+    """The warps of a program and the programs of a multiprocessor: the fastest of those measured on an H200
+    (`benchmarks/RESULTS.md`). A thread has up to three loads of 16 bytes for each output, and as many programs run as
+    the registers allow."""
+    loads = -(-depth * itemsize // (16 * 32))
+    warps = min(16, max(1, 1 << (-(-loads // 3) - 1).bit_length()))
+    if itemsize == 1 and loads > 2 * warps:
+        return warps, max(1, 24 // warps)
+    return warps, 5 if itemsize > 1 and warps == 8 else 32 // warps
 
 
-def _check_device() -> None:
-    """Raises a ConfigError if the kernel cannot run on the device."""
+def _multiprocessors() -> int:
+    """Those of the device.
+
+    Raises:
+        ConfigError: the kernel cannot run on it.
+    """
     platform, kind = target_device()
-    if platform not in ("gpu", "cuda") or not re.search(_DEVICES, kind):
+    found = [count for name, count in _MULTIPROCESSORS.items() if re.search(rf"{name}\b", kind)]
+    if platform not in ("gpu", "cuda") or not found:
         raise ConfigError(
             f"matmul=Gemv() requires an A100, H100, H200 or B200 GPU, got {kind or platform}. Leave out the feature "
             f"gemv"
@@ -95,3 +97,4 @@ def _check_device() -> None:
         raise ConfigError(
             "matmul=Gemv() computes on one device, but arrays may be sharded over several. Leave out the feature gemv"
         )
+    return found[0]

@@ -58,6 +58,7 @@ class ModelDrafter(Drafter):
             batch_size=target.decoder.batch_size,
             max_len=target.decoder.max_len + cfg.num_speculative_tokens,
             layout=target.decoder.layout,
+            max_rollback=cfg.num_speculative_tokens,
         )
         most = self._decoder.max_rollback
         if most is not None and most < cfg.num_speculative_tokens:

@@ -147,10 +147,8 @@ class BaseAttention(Layer):
         if self.position is None:
             return q, k
         keys = (None,) * len(tokens.blocks) if k is None else tokens.split(k)
-        found = [
-            self.position(*part, block.positions, block.positions)
-            for *part, block in zip(tokens.split(q), keys, tokens.blocks, strict=True)
-        ]
+        position, parts = self.position, list(zip(tokens.split(q), keys, tokens.blocks, strict=True))
+        found = self.frame.each(lambda part: position(*part[:2], part[2].positions, part[2].positions), parts)
         return tokens.join([q for q, _ in found]), k if k is None else tokens.join([k for _, k in found])
 
     def heads(
@@ -174,7 +172,8 @@ class BaseAttention(Layer):
         blocks = tuple(self.inputs(*part, scale) for part in parts)
         answers = blocks if self.cache is None else self.cache.answer_blocks(blocks)
         run = self.attend if attend is None else attend
-        return tokens.join([run(each) if isinstance(each, AttentionInputs) else each for each in answers])
+        found = self.frame.each(lambda each: run(each) if isinstance(each, AttentionInputs) else each, answers)
+        return tokens.join(found)
 
     def attend(self, inputs: AttentionInputs) -> Heads:
         """Runs the kernel."""

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 
 from axcore.config import REQUIRED, Config, ConfigError, has_field
 from axcore.config.tree import REMOVED, transform
-from axcore.module import ContextError, DecodingState, Layer
+from axcore.module import ContextError, DecodingState, Layer, current
 from axcore.nn.attention.inputs import AttentionInputs, Heads
 from axcore.nn.kv.paging import Paging
 from axcore.nn.tokens import CachedRows
@@ -82,10 +82,14 @@ class KVCache(Layer):
         still be read after it, and XLA would copy them.
         """
         states = [node for _, node in nnx.iter_graph(self) if isinstance(node, DecodingState)]
-        found, written = [], []
-        for inputs in blocks:
-            found.append(self.answer(inputs))
-            written += [(state.whole, state) for state in states]
+        written: list[tuple[jax.Array, DecodingState]] = []
+
+        def answered(inputs: AttentionInputs) -> AttentionInputs | Heads:
+            found = self.answer(inputs)
+            written.extend((state.whole, state) for state in states)
+            return found
+
+        found = current().each(answered, blocks)
         newest = {id(array): state for array, state in written}
 
         def last(x: jax.Array) -> jax.Array:
@@ -139,7 +143,9 @@ def without_caches[C: Config](cfg: C) -> C:
     return new
 
 
-def for_decoding[C: Config](cfg: C, *, batch_size: int, max_len: int, cache: KVCache.Config) -> C:
+def for_decoding[C: Config](
+    cfg: C, *, batch_size: int, max_len: int, cache: KVCache.Config, max_rollback: int = 0
+) -> C:
     """The config of the model with layers that keep decoding state, such as KV caches.
 
     Each node that has a method `for_decoding(batch_size, max_len, cache) -> Config`, as `Attention.Config` does, is
@@ -150,6 +156,8 @@ def for_decoding[C: Config](cfg: C, *, batch_size: int, max_len: int, cache: KVC
         batch_size: number of rows of each cache.
         max_len: largest number of tokens in a row.
         cache: fills every empty cache slot.
+        max_rollback: number of last tokens of a row that a step may replace, such as drafts. A field of this name, as
+            in `Recurrent.Config`, is raised to it.
 
     Raises:
         ConfigError: `cache` sets another `batch_size` or `max_len`.
@@ -160,7 +168,10 @@ def for_decoding[C: Config](cfg: C, *, batch_size: int, max_len: int, cache: KVC
         cache = cache.for_decoding(batch_size, max_len, cache)
 
     def prepare(_: str, node: Config) -> Config:
-        return node.for_decoding(batch_size, max_len, cache) if hasattr(node, "for_decoding") else node
+        node = node.for_decoding(batch_size, max_len, cache) if hasattr(node, "for_decoding") else node
+        if not has_field(node, "max_rollback"):
+            return node
+        return node.set(max_rollback=max(max_rollback, getattr(node, "max_rollback")))  # noqa: B009 - a plugin's field
 
     prepared: C = transform(cfg, prepare)
     return prepared

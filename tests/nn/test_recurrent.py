@@ -1,0 +1,121 @@
+"""Layers that continue rows from a state pass their suite, a wrong one does not; errors."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.module import ContextError
+from axcore.nn import Recurrent, TokenInfo, Windowed
+from axcore.testing import RecurrentSuite
+from axcore.testing.recurrent import ROWS, _part
+
+pytestmark = pytest.mark.long
+DECAY, REACH = 0.5, 3
+
+
+class Average(Recurrent):
+    """y_t = decay y_{t-1} + x_t. Reports values for each part of a call."""
+
+    class Config(Recurrent.Config):
+        input_dim: ax.PositiveInt = ax.REQUIRED
+
+    def __init__(self, cfg, *, rngs):
+        self.carry("last", (cfg.input_dim,), axes=("embed",))
+
+    def __call__(self, x, tokens):
+        return self.recur(tokens, x)
+
+    def advance(self, before, documents, x):
+        self.add_summary("largest", jnp.abs(x).max(), ax.Reduce.MAX)
+
+        def step(last, now):
+            x, is_token, begins = now
+            new = jnp.where(begins, 0, DECAY)[:, None] * last + x
+            return jnp.where(is_token[:, None], new, last), new
+
+        valid = jnp.ones(x.shape[:2], bool) if documents.valid is None else documents.valid
+        numbers = jnp.zeros(x.shape[:2], int) if documents.numbers is None else documents.numbers
+        begins = jnp.diff(numbers, axis=1, prepend=0) > 0
+        last, y = jax.lax.scan(step, before["last"], (jnp.moveaxis(x, 1, 0), valid.T, begins.T))
+        return jnp.moveaxis(y, 0, 1), {"last": last}
+
+
+class Last(Windowed):
+    """y_t = sum of decay^lag x_{t-lag}, for the last few tokens."""
+
+    class Config(Windowed.Config):
+        input_dim: ax.PositiveInt = ax.REQUIRED
+
+    def __init__(self, cfg, *, rngs):
+        self.remember(REACH, cfg.input_dim, axis="embed")
+
+    def __call__(self, x, tokens):
+        inputs = self.earlier(x, tokens)
+        return sum(DECAY**lag * inputs[lag] for lag in range(REACH + 1))
+
+
+class TestRecurrent(RecurrentSuite):
+    def config(self):
+        return Average.Config(input_dim=2)
+
+    def reference(self, params, x, reach=None):
+        lags = range(x.shape[1] if reach is None else min(reach + 1, x.shape[1]))
+        return sum(np.pad(DECAY**lag * x, ((0, 0), (lag, 0), (0, 0)))[:, : x.shape[1]] for lag in lags)
+
+
+class TestWindowed(TestRecurrent):
+    max_rollback = 3
+
+    def config(self):
+        return Last.Config(input_dim=2)
+
+    def reference(self, params, x, reach=REACH):
+        return super().reference(params, x, reach)
+
+
+class CountsPadding(Average):
+    def advance(self, before, documents, x):
+        return super().advance(before, dataclasses.replace(documents, valid=None), x)
+
+
+class IgnoresDocuments(Average):
+    def advance(self, before, documents, x):
+        return super().advance(before, dataclasses.replace(documents, numbers=None), x)
+
+
+class Forgets(Average):
+    def advance(self, before, documents, x):
+        return super().advance({"last": 0 * before["last"]}, documents, x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "check"),
+    [
+        (CountsPadding, "test_steps_of_any_width_equal_one_call"),
+        (IgnoresDocuments, "test_packed_documents_equal_separate_rows"),
+        (Forgets, "test_the_last_tokens_can_be_replaced"),
+    ],
+)
+def test_the_suite_fails_for_a_wrong_layer(kind, check):
+    class Suite(TestRecurrent):
+        def config(self):
+            return kind.Config(input_dim=2)
+
+    with pytest.raises(AssertionError):
+        getattr(Suite(), check)()
+
+
+def test_errors():
+    call, state = TestRecurrent()._decoding(0)
+    x = np.zeros((ROWS, 3, 2), np.float32)
+    with pytest.raises(ContextError, match=r"must be called through axcore.infer.Decoder"):
+        call(state, x, TokenInfo.of(x[..., 0]))
+    with pytest.raises(ax.ConfigError, match="Average keeps the state of batch_size=3 rows but was called with 2"):
+        call(state, *_part(x[:2], np.zeros(2, int), [1, 1], 1))
+    x, tokens = _part(x, np.zeros(ROWS, int), [1] * ROWS, 1)
+    with pytest.raises(ax.ConfigError, match="Average was given segment_ids while decoding"):
+        call(state, x, dataclasses.replace(tokens, segment_ids=np.ones((ROWS, 1), int)))
