@@ -355,8 +355,8 @@ class Simulation:
         assert plan.chunks or plan.transfers
         multiple = limits.chunk_multiple
         taken = [-(-chunk.count // multiple) * multiple for chunk in plan.prefill]
-        assert sum(taken) < limits.step_tokens + multiple
-        assert sum(chunk.count for chunk in plan.prefill) <= limits.step_tokens
+        assert sum(taken) < (limits.burst_tokens or limits.step_tokens) + multiple
+        assert sum(chunk.count for chunk in plan.prefill) <= (limits.burst_tokens or limits.step_tokens)
         assert len(chunks) <= limits.max_rows
         self.num_restored += sum(each.kind == "restore" for each in plan.transfers)
         assert len({chunk.sequence.id for chunk in chunks}) == len(chunks)

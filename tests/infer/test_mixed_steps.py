@@ -132,6 +132,20 @@ def test_results_do_not_depend_on_the_rows_of_a_step(dtype, calls):
         np.testing.assert_allclose(left, right, atol=1e-4)
 
 
+def test_a_burst_changes_the_steps_and_no_token(calls):
+    """Four prompts of 20 tokens are more than two steps of 36."""
+    model, random = ax.pipe(tiny_model(), ax.use("rope")).build(rngs=ax.Rngs(0)), np.random.default_rng(2)
+    prompts = [tuple(random.integers(0, VOCAB_SIZE, 20).tolist()) for _ in OUTPUTS]
+    found = []
+    for burst_tokens in (None, 36):
+        calls.clear()
+        found.append(run(model, PAGED, prompts, step_tokens=16, burst_tokens=burst_tokens))
+        assert (max(prefill for _, prefill in calls) > 1) == (burst_tokens is not None), calls
+    assert [piece.ids for piece in found[0]] == [piece.ids for piece in found[1]]
+    with pytest.raises(ax.ConfigError, match=r"engine\.burst_tokens=36 requires .* a cache with pages"):
+        run(model, ContiguousCache.Config(), prompts, step_tokens=16, burst_tokens=36)
+
+
 def test_a_step_with_prompts_is_one_call(calls):
     """Two prompts that arrive while a third request decodes share one call, in parts with pages."""
     model = ax.pipe(tiny_model(), ax.use("rope")).build(rngs=ax.Rngs(0))
@@ -162,6 +176,8 @@ def test_shapes_hold_every_step():
     paged = Buckets.of(8, 512, 1024, 64, 2, has_parts=True)
     assert paged.prompts == ((1, 16), (1, 64), (2, 128), (4, 128)) and paged.mixed == paged.prompts[2:]
     assert (paged.rows, paged.pages, paged.part) == ((1, 2, 4, 8), (16, 64), 128)
+    burst = Buckets.of(8, 512, 1024, 64, 2, has_parts=True, burst_tokens=2000)
+    assert burst.mixed == (*paged.mixed, (16, 128)) and burst.widths[-1] == 1024
     assert paged.fit([1, 128, 255], mixed=True) == (3, (4, 128)) and paged.fit([64], mixed=True) == (1, (2, 128))
     random = np.random.default_rng(0)
     for step_tokens in (1, 5, 16, 20, 64, 100, 512, 1000):

@@ -60,6 +60,20 @@ def test_a_step_has_decodes_first_and_then_chunks_of_several_prompts():
     assert [row.id for row in simulation.trace[1]] == [0, 1, 2]
 
 
+def test_a_burst_has_larger_steps_until_the_rest_fits_into_one():
+    """It begins above two of its steps of 20 tokens, and only prompts that have a slot count."""
+    limits = SchedulerLimits(4, 100, 8, 20)
+    for lengths, steps in (
+        ([10] * 4, [8] * 5),
+        ([12, 10, 10, 10], [20, 20, 2]),
+        ([30, 17], [20, 20, 7]),
+        ([10] * 4 + [50], [8] * 5 + [20, 20, 10]),
+    ):
+        simulation = started(limits, [request(length, 30, ignore_eos=True) for length in lengths]).run()
+        prompts = [sum(row.count for row in rows if row.start < lengths[row.id]) for rows in simulation.trace]
+        assert [count for count in prompts if count] == steps, lengths
+
+
 @pytest.mark.parametrize("is_ahead", [True, False])
 def test_the_last_token_is_known_ahead_and_wastes_no_row(is_ahead):
     simulation = started(
@@ -243,8 +257,9 @@ def test_requests_that_never_fit_are_refused_and_others_unharmed(num_pages, give
         ((0, 8, 8), "limits.max_rows must be at least 1, not 0"),
         ((2, 1, 8), "limits.max_len must be at least 2, not 1"),
         ((8, 8, 0), "limits.step_tokens must be at least 1, not 0"),
-        ((2, 8, 8, 1.0), "limits.watermark must be at least 0 and below 1, not 1.0"),
-        ((2, 8, 8, float("nan")), "limits.watermark must be .* not nan"),
+        ((2, 8, 8, 8), "limits.burst_tokens=8 must exceed step_tokens=8"),
+        ((2, 8, 8, None, 1.0), "limits.watermark must be at least 0 and below 1, not 1.0"),
+        ((2, 8, 8, None, float("nan")), "limits.watermark must be .* not nan"),
     ],
 )
 def test_impossible_limits_are_refused(values, message):

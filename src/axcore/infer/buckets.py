@@ -55,21 +55,31 @@ class Buckets:
 
     @classmethod
     def of(
-        cls, max_rows: int, step_tokens: int, max_len: int, pages_per_row: int | None, tables: int, *, has_parts: bool
+        cls,
+        max_rows: int,
+        step_tokens: int,
+        max_len: int,
+        pages_per_row: int | None,
+        tables: int,
+        *,
+        has_parts: bool,
+        burst_tokens: int | None = None,
     ) -> Buckets:
-        """Rows that decode are padded to powers of two, tokens of prompts to powers of four. Without pages, all rows
-        decode in every call, so that caches are read in place.
+        """Rows that decode are padded to powers of two, tokens of prompts to powers of four up to `step_tokens`, and
+        those of a burst to `burst_tokens`. Without pages, all rows decode in every call, so that caches are read in
+        place.
 
         Args:
-            max_rows, step_tokens, max_len: see `Engine.Config`.
+            max_rows, step_tokens, max_len, burst_tokens: see `Engine.Config`.
             pages_per_row: the largest number of pages of a row; None: the caches have no pages.
             tables: the number of sizes of page tables. Each is a quarter of the next.
             has_parts: whether prompts are divided into parts.
         """
-        widths, part = _powers(SMALLEST, min(step_tokens, max_len), 4), None
+        widths, part = _powers(SMALLEST, min(burst_tokens or step_tokens, max_len), 4), None
         if has_parts:
             part = min(LARGEST_PART, max(SMALLEST, step_tokens // 4), max_len)
             sizes = _powers(SMALLEST, -(-step_tokens // part) * part, 4)
+            sizes += () if burst_tokens is None else (-(-burst_tokens // part) * part,)
             prompts = tuple(Shape(-(-size // part), min(size, part)) for size in sizes)
             mixed = tuple(shape for shape in prompts if shape.rows * shape.width > SHORT) or prompts[-1:]
         else:

@@ -76,6 +76,10 @@ class Engine(config.Configurable):
         """The largest number of tokens of a row, its prompt included."""
         step_tokens: PositiveInt = 512
         """The largest number of prompt tokens of a step. A longer prompt takes several steps."""
+        burst_tokens: PositiveInt | None = None
+        """The same while a burst of prompts is computed: when the prompts that could start have more than twice as many
+        tokens, until the rest fits into `step_tokens`. Other rows wait for such steps, but first tokens come sooner.
+        None: no step has more than `step_tokens`."""
         page_tables: PositiveInt = 1
         """The number of sizes of page tables for which programs are compiled, each a quarter of the next. More sizes
         decode short rows faster with a kernel that reads the whole table, such as the reference kernel."""
@@ -102,6 +106,7 @@ class Engine(config.Configurable):
                 None if decoder.paging is None else decoder.paging.pages_for(self.max_len),
                 self.page_tables,
                 has_parts=decoder.shares_prefixes,
+                burst_tokens=self.burst_tokens,
             )
 
     config: Config
@@ -156,7 +161,9 @@ class Engine(config.Configurable):
         host = checked_host_limits(cfg, kept, shares_prefixes=self._pool is not None and self._pool.shares_prefixes)
         self._transfers = Transfers(self._programs, kept, host)
         runner = Runner(self._programs, self._transfers, buckets, self.eos_ids, num_drafts)
-        limits = SchedulerLimits(cfg.max_rows, cfg.max_len, cfg.step_tokens, chunk_multiple=buckets.part or 1)
+        limits = SchedulerLimits(
+            cfg.max_rows, cfg.max_len, cfg.step_tokens, cfg.burst_tokens, chunk_multiple=buckets.part or 1
+        )
         self._scheduler = Scheduler(limits, self._pool, host)
         self._loop = EngineLoop(self._scheduler, runner, self._programs.free, self.eos_ids, self._loaded, self._drafter)
 

@@ -46,6 +46,11 @@ def check_config(cfg: Engine.Config, decoder: Decoder, *, has_tokenizer: bool, h
             f"engine.prefix_caching=True: the keys of a row change when it passes {limit} tokens, so rows cannot share "
             f"them. Leave prefix_caching out"
         )
+    if cfg.burst_tokens is not None and not decoder.shares_prefixes:
+        raise ConfigError(
+            f"engine.burst_tokens={cfg.burst_tokens} requires prompts that are computed together, as with a cache with "
+            f"pages in every layer, such as that of axcore-paged-kv. Choose one, or leave burst_tokens out"
+        )
     if cfg.speculation is not None:
         _check_speculation(cfg, cfg.speculation, decoder)
 

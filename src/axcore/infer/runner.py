@@ -88,9 +88,6 @@ class Runner:
         """
         self.transfers.start(plan.transfers, plan.number)
         calls, scores, states = [], [], []
-        for chunk in plan.prefill:
-            if chunk.start == 0:
-                self._programs.erase(_slot(chunk))
         for chunk in plan.chunks:
             if chunk.is_last and chunk.sequence.request.pooling is None:
                 self._count(chunk)
@@ -172,7 +169,6 @@ class Runner:
         self._programs.compiler.compile(samplers)
         for call in (*others, *samplers):
             call()
-        self._programs.erase(self._decoder.batch_size)
         self._programs.warm_up_adapters()
         if transfers:
             self.transfers.programs.warm_up()

@@ -27,6 +27,9 @@ class SchedulerLimits:
         max_len: the maximum number of tokens of a sequence, prompt and output together.
         step_tokens: the maximum number of prompt tokens of a step. The last tokens of sequences that decode come in
             addition. More tokens make prompts faster and the time between tokens of other sequences longer.
+        burst_tokens: the same while a burst of prompts is computed, during which other sequences wait longer for each
+            token. A burst begins when the prompt tokens that could start fill more than two such steps, and ends when
+            the rest fits into `step_tokens`. None: no step has more than `step_tokens`.
         watermark: the share of the pages that admission leaves to the growth of running sequences.
         chunk_multiple: a chunk of a prompt takes up a multiple of this number of the tokens of a step.
     """
@@ -34,6 +37,7 @@ class SchedulerLimits:
     max_rows: int
     max_len: int
     step_tokens: int
+    burst_tokens: int | None = None
     watermark: float = 0.01
     chunk_multiple: int = 1
 
@@ -41,6 +45,11 @@ class SchedulerLimits:
         for name, least in (("max_rows", 1), ("max_len", 2), ("step_tokens", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"limits.{name} must be at least {least}, not {getattr(self, name)}. Raise {name}")
+        if self.burst_tokens is not None and self.burst_tokens <= self.step_tokens:
+            raise ConfigError(
+                f"limits.burst_tokens={self.burst_tokens} must exceed step_tokens={self.step_tokens}. Raise it, or "
+                f"leave it out"
+            )
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"limits.watermark must be at least 0 and below 1, not {self.watermark}. Use 0.01")
 
@@ -87,6 +96,7 @@ class Scheduler:
         self._rows = Rows(limits.max_rows, pages, 0 if pool is None else limits.watermark, self.host)
         self._alive: dict[int, Sequence] = {}
         self._waiting: list[Sequence] = []  # sorted by rank
+        self._is_burst = False
         self._num_arrived = self._num_planned = self._num_recorded = 0
 
     @property
@@ -192,7 +202,7 @@ class Scheduler:
         self._settle()
         num_preempted = self.num_preempted
         self._grow()
-        step = _Step(self.limits.step_tokens, self.limits.chunk_multiple)
+        step = _Step(self._num_prompt_tokens(), self.limits.chunk_multiple)
         running = sorted((each for each in self._rows if not each.is_verified), key=Sequence.rank)
         decoding = [each for each in running if each.is_decoding]
         for sequence in decoding:
@@ -240,6 +250,16 @@ class Scheduler:
             if sequence.finish_reason is not None:
                 self._end(sequence)
         return changed
+
+    def _num_prompt_tokens(self) -> int:
+        """The number of prompt tokens of the next step."""
+        limits = self.limits
+        if limits.burst_tokens is None:
+            return limits.step_tokens
+        ready = [each for each in self._rows if not each.is_decoding] + self._waiting[: self._rows.num_free]
+        backlog = sum(each.length - each.num_computed for each in ready)
+        self._is_burst = backlog > (limits.step_tokens if self._is_burst else 2 * limits.burst_tokens)
+        return limits.burst_tokens if self._is_burst else limits.step_tokens
 
     def _settle(self) -> None:
         """Publishes what the last step computes, and releases what sequences no longer need: the pages of rejected
