@@ -23,7 +23,7 @@ from axcore.infer import Engine, Request, SamplingOptions
 from axcore.infer.load_test import Load, measure
 from axcore.nn import Attention, CausalLM, FeedForward, KVCache, Linear, Repeat, TransformerLayer
 from axcore.parallel import Mesh
-from axcore.plugin import KVCacheOffer, offered
+from axcore.plugin import KVCacheOffer, offered, use_text
 
 BFLOAT16 = jnp.bfloat16
 
@@ -71,7 +71,7 @@ def decoding_model(given: Any) -> ax.Layer:
         decoder=Repeat.Config(num_layers=given.layers, layers=layer),
         head=Linear.Config(),
     )
-    cfg = ax.pipe(cfg, ax.use("rope"), *map(ax.use, given.use))
+    cfg = ax.pipe(cfg, ax.use("rope"), *map(use_text, given.use))
     if given.stored:
         cfg = ax.select(cfg, lambda _, node: hasattr(node, "stored")).set(stored=True)
     model: ax.Layer = cfg.build(rngs=ax.Rngs(0))

@@ -187,7 +187,9 @@ def test_shapes_hold_every_step():
     )
     paged = Buckets.of(8, 512, 1024, 64, 2, has_parts=True)
     assert paged.prompts == ((1, 16), (1, 64), (2, 128), (4, 128)) and paged.mixed == paged.prompts[2:]
-    assert (paged.rows, paged.pages, paged.part) == ((1, 2, 4, 8), (16, 64), 128)
+    assert (paged.rows, paged.pages, paged.part) == ((1, 4, 8), (16, 64), 128)
+    for max_rows, rows in {1: (1,), 3: (1, 3), 16: (1, 4, 16), 24: (1, 4, 16, 24), 64: (1, 4, 16, 32, 64)}.items():
+        assert Buckets.of(max_rows, 512, 1024, 64, 1, has_parts=True).rows == rows
     burst = Buckets.of(8, 512, 1024, 64, 2, has_parts=True, burst_tokens=2000)
     assert burst.mixed == (*paged.mixed, (16, 128)) and burst.widths[-1] == 1024
     assert paged.fit([1, 128, 255], mixed=True) == (3, (4, 128)) and paged.fit([64], mixed=True) == (1, (2, 128))
