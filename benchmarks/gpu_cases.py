@@ -16,14 +16,15 @@ from device_trace import summary
 
 import axcore as ax
 from axcore.aot import compile_program
+from axcore.aot.roofline import USUAL
 from axcore.nn import FeedForward
 from axcore.train import Trainer
 from axcore.train.checkpoint.manager import Checkpointer
 
 PEAK = 989e12
 """Dense bfloat16 FLOP/s of an H100 or H200."""
-TINY = ("model.dim=64", "model.vocab_size=512")
-"""Overrides that shrink a model, to try a case on CPU devices."""
+TINY = ("model.dim=64", "model.vocab_size=512", "model.dtypes.compute=float32")
+"""Overrides that shrink a model, to try a case on CPU devices, for which XLA cannot compile pipelines in bfloat16."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,15 +81,37 @@ def _tiny_layers(cfg: Trainer.Config) -> list[str]:
 
 
 def estimated(case: Case) -> dict[str, Any]:
-    """The figures of `axcore aot` for a case; needs no GPU."""
-    report = compile_program(case.config(), f"gpu-h200-{case.gpus}")
-    if report.estimate is None:
+    """The figures of `axcore aot` for a case; needs no GPU.
+
+    Returns:
+        Throughput, step and MFU of the estimate in which communication overlaps with work, and of the one in which none
+        does; bytes of a GPU; and for each kind of collective its calls and the GiB that a GPU sends in a step.
+    """
+    cfg = case.config()
+    report = compile_program(cfg, f"gpu-h200-{case.gpus}")
+    estimate = report.estimate
+    if estimate is None:
         return {"error": report.verdict}
-    seconds = report.estimate.step
+
+    def speed(seconds: float) -> dict[str, Any]:
+        tokens = report.tokens / seconds / case.gpus
+        found = {"tokens_per_s_gpu": round(tokens), "step_ms": round(1e3 * seconds, 1)}
+        if "moe" not in case.features:
+            found["mfu"] = round(tokens * _flops_per_token(cfg, case, report.parameters) / PEAK, 4)
+        return found
+
+    collectives = {
+        f"{each.kind} over {', '.join(each.axes)}": [round(each.calls), round(each.sent / 2**30, 3)]
+        for each in report.collectives
+    }
     return {
-        "estimated_tokens_per_s_gpu": round(report.tokens / seconds / case.gpus),
-        "estimated_step_ms": round(1e3 * seconds, 1),
-        "estimated_memory_gib": round(report.memory.total / 2**30, 1),
+        "estimated": speed(estimate.step),
+        "without_overlap": speed(estimate.without_overlap),
+        "communication_ms": round(1e3 * max(estimate.link, estimate.network) / USUAL.link, 1),
+        "memory_gib": round(report.memory.total / 2**30, 1),
+        "fits": report.fits,
+        "collectives": collectives,
+        "compile_s": round(report.compile_seconds, 1),
     }
 
 
@@ -125,7 +148,7 @@ def measured(case: Case, steps: int, *, tiny: bool = False) -> dict[str, Any]:
         "losses": losses,
     }
     if "moe" not in case.features and not tiny:
-        flops = _flops_per_token(cfg, ax.recipe(case.recipe).model.decoder.num_layers, state.params)
+        flops = _flops_per_token(cfg, case, sum(leaf.size for leaf in jax.tree.leaves(state.params)))
         found["mfu"] = round(tokens * flops / PEAK, 4)
     if not case.trace or tiny:
         return found
@@ -139,9 +162,10 @@ def measured(case: Case, steps: int, *, tiny: bool = False) -> dict[str, Any]:
     return found | {"exposed_communication_ms": traced["exposed_collectives"], "idle_ms": traced["idle"]}
 
 
-def _flops_per_token(cfg: Trainer.Config, num_layers: int, params: Any) -> float:
+def _flops_per_token(cfg: Trainer.Config, case: Case, num_params: int) -> float:
     """Of one training step of a dense model: 6 for each weight but the embedding, 12 for each feature and key."""
-    used = sum(leaf.size for leaf in jax.tree.leaves(params)) - params["embedding"]["weight"].size
+    num_layers = case.layers or ax.recipe(case.recipe).model.decoder.num_layers
+    used = num_params - cfg.model.vocab_size * cfg.model.dim
     return 6 * used + 12 * num_layers * cfg.model.dim * cfg.input.seq_len
 
 

@@ -23,7 +23,7 @@ from axcore.infer import Engine, Request, SamplingOptions
 from axcore.infer.load_test import Load, measure
 from axcore.nn import Attention, CausalLM, FeedForward, KVCache, Linear, Repeat, TransformerLayer
 from axcore.parallel import Mesh
-from axcore.plugin import KVCacheOffer, offered
+from axcore.plugin import KVCacheOffer, offered, use_text
 
 BFLOAT16 = jnp.bfloat16
 
@@ -32,6 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"dim": 4096, "layers": 32, "heads": 32, "hidden": 11008, "vocab": 32_000}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--burst-tokens", type=int, help="prompt tokens of a step during a burst")
     for name, default in {"input": 512, "output": 256, "requests": 256, "step-tokens": 1024}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64], help="concurrent requests of each case")
@@ -70,7 +71,7 @@ def decoding_model(given: Any) -> ax.Layer:
         decoder=Repeat.Config(num_layers=given.layers, layers=layer),
         head=Linear.Config(),
     )
-    cfg = ax.pipe(cfg, ax.use("rope"), *map(ax.use, given.use))
+    cfg = ax.pipe(cfg, ax.use("rope"), *map(use_text, given.use))
     if given.stored:
         cfg = ax.select(cfg, lambda _, node: hasattr(node, "stored")).set(stored=True)
     model: ax.Layer = cfg.build(rngs=ax.Rngs(0))
@@ -78,7 +79,13 @@ def decoding_model(given: Any) -> ax.Layer:
 
 
 def case(model: ax.Layer, cache: KVCache.Config, rows: int, given: Any) -> dict[str, Any]:
-    cfg = Engine.Config(cache=cache, max_rows=rows, max_len=given.input + given.output, step_tokens=given.step_tokens)
+    cfg = Engine.Config(
+        cache=cache,
+        max_rows=rows,
+        max_len=given.input + given.output,
+        step_tokens=given.step_tokens,
+        burst_tokens=given.burst_tokens if rows > 1 else None,
+    )
     began = time.perf_counter()
     layout = Mesh(shape={"tensor": given.tensor}).make(jax.devices()[: given.tensor]) if given.tensor > 1 else None
     with cfg.build(model, layout=layout) as engine:

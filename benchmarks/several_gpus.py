@@ -69,8 +69,10 @@ def run_all(given: argparse.Namespace) -> None:
         left = max(60.0, given.limit + 40 - (time.perf_counter() - began))
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=left)
-            found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-            found = found or [{"error": done.stderr.strip().splitlines()[-1:]}]
+            shown = done.stdout.partition("results:")[0]  # after which serving.py repeats its lines
+            found = [json.loads(line) for line in shown.splitlines() if line.startswith("{")]
+            said = [line for line in done.stderr.splitlines() if not line.startswith("    @")]  # frames of an abort
+            found = found or [{"error": said[-2:]}]
         except subprocess.TimeoutExpired:
             found = [{"error": f"more than {left:.0f} s"}]
         for each in found:
@@ -102,21 +104,11 @@ def commands(given: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
             peer = ["-m", "torch.distributed.run", f"--nproc-per-node={given.gpus}", given.peer, *options.split()]
             yield f"7b PyTorch {options}", [sys.executable, *peer]
     if "engine" in given.groups:
+        engine = [sys.executable, str(HERE / "serving.py"), "--cache", "paged-kv", "--tensor", str(min(4, given.gpus))]
+        kernels = ["--use", "cudnn", "--use", "paged-attention"]
         small = ["--dim", "64", "--heads", "4", "--hidden", "128", "--layers", "2", "--vocab", "512"]
         small += ["--input", "16", "--output", "8", "--requests", "4", "--rows", "1", "4"]
-        engine = [
-            sys.executable,
-            str(HERE / "serving.py"),
-            "--cache",
-            "paged-kv",
-            "--use",
-            "cudnn",
-            "--use",
-            "paged-attention",
-            "--tensor",
-            str(min(4, given.gpus)),
-        ]
-        yield "engine", engine + (small if given.tiny else [])
+        yield "engine", engine + (small if given.tiny else kernels)
 
 
 def cases(gpus: int, rows: list[int]) -> dict[str, Any]:

@@ -32,9 +32,9 @@ def random_scenario(rng, max_requests=24, **changes):
     page_size = rng.choice([1, 2, 4, 8])
     num_pages = rng.choice([None, *[rng.randint(4, 40)] * 4])
     max_rows = rng.randint(1, 6)
-    limits = SchedulerLimits(
-        max_rows, rng.randint(4, 60), rng.randint(1, 40), rng.choice([0, 0.01, 0.2]), rng.choice([1, 1, 4])
-    )
+    step_tokens, watermark = rng.randint(1, 40), rng.choice([0, 0.01, 0.2])
+    burst_tokens = rng.choice([None, step_tokens + rng.randint(1, 40)])
+    limits = SchedulerLimits(max_rows, rng.randint(4, 60), step_tokens, burst_tokens, watermark, rng.choice([1, 1, 4]))
     max_len = limits.max_len if num_pages is None else min(limits.max_len, page_size * num_pages)
     shared = [rng.randrange(VOCAB) for _ in range(max_len)]
     arrivals = []

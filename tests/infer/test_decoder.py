@@ -1,4 +1,4 @@
-"""Invalid arguments of `Decoder` and `Step`, and models that already have caches."""
+"""Invalid arguments of `Decoder` and `Step`, models that already have caches, and the dtypes of weights."""
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +8,8 @@ from flax import nnx
 
 import axcore as ax
 from axcore.infer import Decoder, Step
-from axcore.module import abstract
-from axcore.nn import Attention, ContiguousCache, KVCache, Linear, for_decoding, without_caches
+from axcore.module import abstract, functional
+from axcore.nn import Attention, ContiguousCache, KVCache, Linear, ReferenceKernel, Repeat, for_decoding, without_caches
 from axcore.testing import tiny_batch, tiny_model
 from axcore.testing.models import by_path
 
@@ -35,6 +35,22 @@ def test_existing_caches_are_resized_for_the_decoder(tiny_decoder):
     plain, _, empty = tiny_decoder
     step = Step(IDS, START)
     np.testing.assert_array_equal(decoder(params, state, step)[0], plain(params, empty, step)[0])
+
+
+def test_equal_layers_of_a_step_are_traced_once():
+    calls = []
+
+    class Counted(ReferenceKernel):
+        def __call__(self, inputs):
+            calls.append(self.frame.path)
+            return super().__call__(inputs)
+
+    cfg = ax.select(tiny_model(), Attention).set(kernel=Counted.Config())
+    cfg = ax.select(cfg, Repeat).set(num_layers=5)
+    options = {"cache": ContiguousCache.Config(), "batch_size": 2, "max_len": 8}
+    decoder, params, state = Decoder.abstract(cfg, **options)
+    jax.eval_shape(decoder, params, state, Step(IDS, START))
+    assert calls == ["decoder.layers.0.attention.kernel"]
 
 
 @pytest.mark.parametrize("size", ["batch_size", "max_len"])
@@ -170,3 +186,21 @@ def test_logits_at_padding_are_nan(tiny_decoder):
 def test_invalid_steps_raise(wrong, said):
     with pytest.raises(ax.ConfigError, match=said):
         Step(**{"ids": IDS, "start": START} | wrong)
+
+
+@pytest.mark.long
+def test_weights_are_stored_in_the_compute_dtype():
+    """A step then reads half of the bytes, and its results do not change."""
+    cfg = tiny_model().set(dtypes=ax.DTypes(compute="bfloat16"))
+    cfg = ax.select(cfg, "decoder.layers.attention.value").set(dtypes=ax.DTypes(compute="float32"))
+    model = cfg.build(rngs=ax.Rngs(0))
+    given = {"cache": ContiguousCache.Config(), "batch_size": 2, "max_len": 8}
+    decoder, params, state = Decoder.of(model, **given, unstack=False, fuse=False)
+    _, shapes, _ = Decoder.abstract(cfg, **given, unstack=False, fuse=False)
+    assert jax.tree.map(lambda x: x.dtype, params) == jax.tree.map(lambda x: x.dtype, shapes)
+    dtypes = {path: leaf.dtype.name for path, leaf in by_path(params).items()}
+    assert dtypes["decoder.layers.attention.query.weight"] == dtypes["embedding.weight"] == "bfloat16"
+    assert dtypes["decoder.layers.attention.value.weight"] == dtypes["norm.scale"] == "float32"
+    step, original = Step(IDS, START), functional(model)[1]
+    decoder = jax.jit(decoder)
+    np.testing.assert_array_equal(decoder(params, state, step)[0], decoder(original, state, step)[0])

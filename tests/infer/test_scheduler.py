@@ -1,6 +1,7 @@
 """The scheduler against a device that completes steps only when told, whatever arrives, ends or is cancelled when."""
 
 import collections
+import dataclasses
 import random
 
 import pytest
@@ -41,6 +42,32 @@ def test_many_scenarios_that_preempt_share_and_cancel():
     assert min(total.values()) > 40 and total.keys() == {"preempted", "shared", "stop", "length", "cancelled"}, total
 
 
+def test_rows_whose_keys_change_are_computed_again():
+    """Rows that pass a length, with and without drafts, are computed again while others go on."""
+    num_again = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        scenario = random_scenario(rng, shares_prefixes=False)
+        size = scenario.limits.max_len
+        passed = tuple(sorted(rng.sample(range(1, size), min(2, size - 1))))
+        step_tokens = passed[-1] + 1 + rng.randint(0, 9)
+        limits = SchedulerLimits(rng.randint(1, 4), size, step_tokens, recompute_above=passed)
+        simulation = Simulation(dataclasses.replace(scenario, limits=limits)).run()
+        rows = [row for step in simulation.trace for row in step]
+        num_again += sum(row.start == 0 and row.count > len(row.request.ids) for row in rows)
+        assert all(row.count >= limits.first_chunk(len(row.request.ids)) for row in rows if row.start == 0)
+    assert num_again > 100
+
+
+def test_a_row_is_computed_again_in_its_slot():
+    """The step before it is known first, and another row decodes meanwhile."""
+    limits = SchedulerLimits(2, 40, 8, recompute_above=(6,))
+    simulation = started(limits, [request(4, 9, ignore_eos=True), request(3, 4, ignore_eos=True)]).run()
+    steps = [{row.id: (row.slot, row.start, row.count) for row in step} for step in simulation.trace]
+    assert [step.get(0) for step in steps[:6]] == [(0, 0, 4), (0, 4, 1), (0, 5, 1), None, (0, 0, 7), (0, 7, 1)]
+    assert simulation.scheduler.num_preempted == 0
+
+
 @settings(max_examples=25)
 @given(st.randoms(use_true_random=False))
 def test_two_runs_have_equal_plans(rng):
@@ -58,6 +85,20 @@ def test_a_step_has_decodes_first_and_then_chunks_of_several_prompts():
         {0: 1, 1: 1, 2: 1},
     ]
     assert [row.id for row in simulation.trace[1]] == [0, 1, 2]
+
+
+def test_a_burst_has_larger_steps_until_the_rest_fits_into_one():
+    """It begins above two of its steps of 20 tokens, and only prompts that have a slot count."""
+    limits = SchedulerLimits(4, 100, 8, 20)
+    for lengths, steps in (
+        ([10] * 4, [8] * 5),
+        ([12, 10, 10, 10], [20, 20, 2]),
+        ([30, 17], [20, 20, 7]),
+        ([10] * 4 + [50], [8] * 5 + [20, 20, 10]),
+    ):
+        simulation = started(limits, [request(length, 30, ignore_eos=True) for length in lengths]).run()
+        prompts = [sum(row.count for row in rows if row.start < lengths[row.id]) for rows in simulation.trace]
+        assert [count for count in prompts if count] == steps, lengths
 
 
 @pytest.mark.parametrize("is_ahead", [True, False])
@@ -243,8 +284,9 @@ def test_requests_that_never_fit_are_refused_and_others_unharmed(num_pages, give
         ((0, 8, 8), "limits.max_rows must be at least 1, not 0"),
         ((2, 1, 8), "limits.max_len must be at least 2, not 1"),
         ((8, 8, 0), "limits.step_tokens must be at least 1, not 0"),
-        ((2, 8, 8, 1.0), "limits.watermark must be at least 0 and below 1, not 1.0"),
-        ((2, 8, 8, float("nan")), "limits.watermark must be .* not nan"),
+        ((2, 8, 8, 8), "limits.burst_tokens=8 must exceed step_tokens=8"),
+        ((2, 8, 8, None, 1.0), "limits.watermark must be at least 0 and below 1, not 1.0"),
+        ((2, 8, 8, None, float("nan")), "limits.watermark must be .* not nan"),
     ],
 )
 def test_impossible_limits_are_refused(values, message):

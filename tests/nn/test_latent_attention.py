@@ -246,6 +246,23 @@ def test_decoding_a_scanned_model_equals_one_full_call(compute):
         assert rms(found - exact) < 2 * rms(expected.astype(np.float64) - exact)
 
 
+@pytest.mark.long
+def test_nan_of_an_earlier_row_is_not_seen():
+    """The latents are values, too. Steps with absorbed weights and with expanded latents."""
+    decoder, params, empty = Decoder.of(
+        model(latent(absorb_up_to=2).set(input_dim=ax.REQUIRED)).build(rngs=ax.Rngs(0)),
+        cache=ContiguousCache.Config(),
+        batch_size=2,
+        max_len=8,
+    )
+    step, ids, start = jax.jit(decoder.__call__), tiny_batch()["inputs"], jnp.zeros(2, jnp.int32)
+    spoiled = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params)
+    state = step(spoiled, empty, Step(ids[:, :8], start))[1]
+    for size in (2, 3):
+        begun = Step(ids[:, :size], start)
+        np.testing.assert_allclose(step(params, state, begun)[0], step(params, empty, begun)[0], atol=1e-6)
+
+
 def test_every_parameter_of_a_scanned_model_with_remat_has_a_gradient():
     cfg = model(remat=Remat())
     params = parameters(cfg, scale=0.3)

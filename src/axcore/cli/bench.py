@@ -6,7 +6,15 @@ import argparse
 import json
 
 from axcore.cli.compose import Commands
-from axcore.cli.model import add_model, add_speculation, chosen_cache, chosen_drafter, chosen_layout, loaded_model
+from axcore.cli.model import (
+    add_burst,
+    add_model,
+    add_speculation,
+    chosen_cache,
+    chosen_drafter,
+    chosen_layout,
+    loaded_model,
+)
 
 
 def add(commands: Commands) -> None:
@@ -29,6 +37,7 @@ def add(commands: Commands) -> None:
     }
     for name, (default, text) in numbers.items():
         serve.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default})")
+    add_burst(serve)
     serve.set_defaults(run=run)
 
 
@@ -49,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_rows=load.concurrency,
         max_len=load.prompt_tokens + load.output_tokens,
         step_tokens=arguments.step_tokens,
+        burst_tokens=arguments.burst_tokens,
         speculation=chosen_drafter(arguments),
     )
     with cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids, layout=layout) as engine:

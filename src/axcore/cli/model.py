@@ -214,6 +214,16 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cache", metavar="CACHE[:KEY=VALUE,...]", help="KV cache (default: contiguous)")
 
 
+def add_burst(parser: argparse.ArgumentParser) -> None:
+    """Adds `--burst-tokens`, see `Engine.Config`."""
+    parser.add_argument(
+        "--burst-tokens",
+        type=int,
+        help="the same while more than twice as many prompt tokens could start, for caches with pages: first tokens "
+        "come sooner, and other samples wait (default: none)",
+    )
+
+
 def chosen_engine(arguments: argparse.Namespace) -> Engine.Config | None:
     """The config of the engine that the flags of `add_engine` describe; None without any.
 

@@ -13,6 +13,9 @@ SHORT = 64
 """Tokens of a short prompt. Without parts, several such prompts may be computed together with rows that decode."""
 LONG = 256
 """Without parts, the number of tokens up to which a longer prompt has a program of its own only if no row decodes."""
+FEW_ROWS = 16
+"""Up to this many rows that decode are padded to powers of four, and more to powers of two. A step of few rows takes
+the time of reading the weights, whatever their number. With more rows, products and keys take time, too."""
 SMALLEST = 16
 """A prompt is padded to at least this many tokens."""
 
@@ -55,21 +58,31 @@ class Buckets:
 
     @classmethod
     def of(
-        cls, max_rows: int, step_tokens: int, max_len: int, pages_per_row: int | None, tables: int, *, has_parts: bool
+        cls,
+        max_rows: int,
+        step_tokens: int,
+        max_len: int,
+        pages_per_row: int | None,
+        tables: int,
+        *,
+        has_parts: bool,
+        burst_tokens: int | None = None,
     ) -> Buckets:
-        """Rows that decode are padded to powers of two, tokens of prompts to powers of four. Without pages, all rows
-        decode in every call, so that caches are read in place.
+        """Rows that decode are padded to powers of two (see `FEW_ROWS`), tokens of prompts to powers of four up to
+        `step_tokens`, and those of a burst to `burst_tokens`. Without pages, all rows decode in every call, so that
+        caches are read in place.
 
         Args:
-            max_rows, step_tokens, max_len: see `Engine.Config`.
+            max_rows, step_tokens, max_len, burst_tokens: see `Engine.Config`.
             pages_per_row: the largest number of pages of a row; None: the caches have no pages.
             tables: the number of sizes of page tables. Each is a quarter of the next.
             has_parts: whether prompts are divided into parts.
         """
-        widths, part = _powers(SMALLEST, min(step_tokens, max_len), 4), None
+        widths, part = _powers(SMALLEST, min(burst_tokens or step_tokens, max_len), 4), None
         if has_parts:
             part = min(LARGEST_PART, max(SMALLEST, step_tokens // 4), max_len)
             sizes = _powers(SMALLEST, -(-step_tokens // part) * part, 4)
+            sizes += () if burst_tokens is None else (-(-burst_tokens // part) * part,)
             prompts = tuple(Shape(-(-size // part), min(size, part)) for size in sizes)
             mixed = tuple(shape for shape in prompts if shape.rows * shape.width > SHORT) or prompts[-1:]
         else:
@@ -80,7 +93,10 @@ class Buckets:
         if pages_per_row is None:
             return cls((max_rows,), prompts, mixed, widths, (), part)
         pages = {-(-pages_per_row // 4**quarter) for quarter in range(tables)}
-        return cls(_powers(1, max_rows, 2), prompts, mixed, widths, tuple(sorted(pages)), part)
+        rows = _powers(1, min(max_rows, FEW_ROWS), 4)
+        if max_rows > FEW_ROWS:
+            rows += _powers(2 * FEW_ROWS, max_rows, 2)
+        return cls(rows, prompts, mixed, widths, tuple(sorted(pages)), part)
 
     def fit(self, counts: Sequence[int], *, mixed: bool) -> tuple[int, Shape]:
         """How many of these chunks of prompts fit into one call, the first ones, and the smallest shape for them.

@@ -38,6 +38,7 @@ from axcore.nn import (
     column_major,
     for_decoding,
     fused,
+    in_compute_dtype,
     unstack_arrays,
     unstacked,
 )
@@ -171,6 +172,7 @@ class Decoder:
         fn, axes, state = empty_state(cfg, type(model).__name__, batch_size, layout)
         state["model"] = merged(state["model"], held)
         params = pruned(fn.axes, params)
+        params = in_compute_dtype(fn.bind(params, state["model"]), params)
         if layout is not None:
             params = jax.device_put(params, layout.shardings(params, fn.axes))
             state = jax.device_put(state, state_shardings(layout, state, axes))
@@ -205,6 +207,7 @@ class Decoder:
             cfg, _ = fused(cfg, params, held)
         cfg = for_decoding(cfg, batch_size=batch_size, max_len=max_len, cache=cache)
         fn, params, held = abstract(cfg)
+        params = in_compute_dtype(fn.bind(params, held), params)
         state = {"lengths": jax.ShapeDtypeStruct((batch_size,), jnp.int32), "model": held}
         decoder = cls._of(fn, state_axes(fn), cfg, params, state, batch_size, max_len, layout)
         if layout is None:
@@ -282,7 +285,7 @@ class Decoder:
             starts after its cached tokens (see `shares_prefixes`), its length is outside [0, width], its slot is out of
             range or used by several rows (see `Step.slots`), its page table lacks a page for one of its tokens, or its
             length passes one of `recompute_above` in either direction. An invalid row may lose its cached tokens from
-            `start` on. To let a row pass a length of `recompute_above`, restart it with all its tokens.
+            `start` on. To let a row pass a length of `recompute_above`, restart it with all its tokens, as engines do.
 
         Raises:
             ConfigError: the step has page tables but the model has no paged caches; it has none but the pool is too

@@ -121,9 +121,7 @@ class Programs:
         self._embedder = jit(self._trace_embedder, donate_argnums=1)
         self._sampler = jit(self._trace_sampler, donate_argnums=(1, 2))
         self._counter = jit(self._trace_counter, donate_argnums=0)
-        self._eraser = jit(self._trace_eraser, donate_argnums=0)
         self._adapter_writer = jit(self._trace_adapter_writer, donate_argnums=0)
-        self._has_rows = any("batch" in axes for axes in jax.tree.leaves(decoder.state_axes["model"], is_leaf=_is_axes))
 
     def _commit(self) -> None:
         """Puts all arrays where the programs return them. Otherwise jax compiles a program again when the results of
@@ -207,12 +205,6 @@ class Programs:
         ids = np.zeros((1, self.decoder.max_len), np.int32)
         ids[0, : len(tokens)] = tokens
         self._counts = self._counter(self._counts, ids, np.array([[slot, num_prompt, len(tokens)]], np.int32))
-
-    def erase(self, slot: int) -> None:
-        """Fills the caches of a slot with zeros. Otherwise NaN of an earlier row would spoil the sums of attention, in
-        which its weight is zero."""
-        if self._has_rows:
-            self._state = self._eraser(self._state, np.int32(slot))
 
     def write_adapter(self, arrays: Tree, slot: int) -> None:
         """Puts an adapter into a slot. Nothing is written if the slot is out of range."""
@@ -330,21 +322,7 @@ class Programs:
         slots, prompt_lengths, lengths = jnp.moveaxis(ints, 1, 0)
         return counts.restarted(slots, ids, prompt_lengths=prompt_lengths, lengths=lengths)
 
-    def _trace_eraser(self, state: Tree, slot: jax.Array) -> Tree:
-        self.num_traced += 1
-
-        def erased(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-            if "batch" not in axes:
-                return x
-            return x.at[(slice(None),) * axes.index("batch") + (slot,)].set(0, mode="drop")
-
-        return state | {"model": jax.tree.map(erased, state["model"], self.decoder.state_axes["model"])}
-
     def _trace_adapter_writer(self, state: Tree, arrays: Tree, slot: jax.Array) -> Tree:
         self.num_traced += 1
         assert self._adapters is not None
         return state | {"model": self._adapters.write(state["model"], arrays, slot)}
-
-
-def _is_axes(node: object) -> bool:
-    return isinstance(node, tuple)

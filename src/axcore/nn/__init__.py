@@ -33,7 +33,7 @@ from axcore.nn.kv.contiguous import ContiguousCache
 from axcore.nn.kv.paging import Paging
 from axcore.nn.kv.views import Contiguous, InCache, KVView, Latent, Paged
 from axcore.nn.layer_stack import Place, Stack
-from axcore.nn.layouts import column_major
+from axcore.nn.layouts import column_major, in_compute_dtype
 from axcore.nn.linear import Linear
 from axcore.nn.matmul import Matmul, Plain, Transposed
 from axcore.nn.multi_token import MultiTokenPrediction
@@ -169,6 +169,7 @@ __all__ = [
     "for_decoding",
     "fused",
     "grouped_each",
+    "in_compute_dtype",
     "layers_of",
     "mask_refusal",
     "merge_by_lse",

@@ -1,16 +1,45 @@
-"""The memory layout of weights for decoding."""
+"""The dtype and the memory layout of weights for decoding."""
 
 from __future__ import annotations
 
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
 from jax.experimental.layout import Format, Layout
 
 from axcore.config import Config
 from axcore.config.tree import NESTING, parts
 from axcore.module import Tree
 from axcore.nn.linear import Linear
+from axcore.nn.weighted import Weighted
+
+
+def in_compute_dtype(model: nnx.Module, params: Tree) -> Tree:
+    """The parameters with the weights of `Weighted` layers in the compute dtype, if it is smaller.
+
+    Products convert their weights to the compute dtype, so their results do not change. Layers with numerics or an
+    adapter, which read the weight itself, keep its dtype.
+
+    Args:
+        model: the model with these parameters.
+        params: its parameters, or their shapes.
+    """
+    for path, layer in nnx.iter_modules(model):
+        if not isinstance(layer, Weighted) or layer.numerics is not None or getattr(layer, "adapter", None) is not None:
+            continue
+        params = _smaller(params, (*path, "weight"), jnp.dtype(layer.dtypes.compute or jnp.float32))
+    return params
+
+
+def _smaller(params: Any, path: tuple[Any, ...], dtype: Any) -> Any:  # Any: nodes and keys of a tree, and a dtype
+    """The parameters with this dtype of one of them, if it is smaller."""
+    if path:
+        return {**params, path[0]: _smaller(params[path[0]], path[1:], dtype)}
+    if params.dtype.itemsize <= dtype.itemsize:
+        return params
+    return params.update(dtype=dtype) if isinstance(params, jax.ShapeDtypeStruct) else params.astype(dtype)
 
 
 def column_major(cfg: Config, params: Tree) -> Tree:

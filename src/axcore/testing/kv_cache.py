@@ -171,6 +171,38 @@ class KVCacheSuite(OfferSuite):
         logits, _ = step(params, state, Step(tokens(), jnp.zeros(2, jnp.int32)))
         self._check(logits, self._recomputed())
 
+    def test_nan_of_an_earlier_row_is_not_seen(self) -> None:
+        """Neither in all slots nor in one. The new row is shorter."""
+        step, params, state = self._decoder()
+        ids, expected, start = tokens(), self._recomputed(), jnp.zeros(2, jnp.int32)
+        spoiled = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params)
+        _, state = step(spoiled, state, Step(ids, start))
+        logits, after = step(params, state, Step(ids[:, :3], start))
+        self._check(logits, expected[:, :3], "all slots start")
+        logits, _ = step(params, after, Step(ids[:, 3:4], start + 3))
+        self._check(logits, expected[:, 3:4], "all slots go on", start=3)
+        slot = jnp.asarray([1])
+        logits, after = step(params, state, Step(ids[1:, :3], start[:1], slots=slot))
+        self._check(logits, expected[1:, :3], "slot 1 starts")
+        logits, _ = step(params, after, Step(ids[1:, 3:4], start[:1] + 3, slots=slot))
+        self._check(logits, expected[1:, 3:4], "slot 1 goes on", start=3)
+
+    def test_nan_of_a_token_reaches_only_tokens_that_see_it(self) -> None:
+        """A token whose embedding is NaN, in a step with others before it and after it."""
+        if self.keeps is not None:
+            pytest.skip("the cache drops visible keys")
+        step, params, state = self._decoder()
+        unused = next(id for id in range(VOCAB_SIZE) if id not in np.asarray(tokens()))
+        embedding = params["embedding"]
+        params = params | {"embedding": embedding | {"weight": embedding["weight"].at[unused].set(jnp.nan)}}
+        ids, start = tokens().at[:, 4].set(unused), jnp.zeros(2, jnp.int32)
+        logits, state = step(params, state, Step(ids[:, :6], start))
+        self._check(logits[:, :4], self._recomputed()[:, :4], "tokens before it")
+        assert np.isnan(logits[:, 4:]).all(), "tokens that see a token of NaN must be NaN"
+        again, _ = step(params, state, Step(tokens()[:, 4:], start + 4))
+        if self.rollback >= 2:
+            self._check(again, self._recomputed()[:, 4:], "after the token was replaced", start=4)
+
     def test_rows_are_independent(self) -> None:
         step, params, state = self._decoder()
         ids, expected = tokens(), self._recomputed()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from axcore.cli.model import (
+    add_burst,
     add_grammars,
     add_model,
     add_speculation,
@@ -71,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"maximum number of prompt tokens of a step of the engine (default: {STEP_TOKENS}, on CPUs "
         f"{CPU_STEP_TOKENS})",
     )
+    add_burst(parser)
     parser.add_argument("--api-keys", metavar="FILE", help="file with an API key in each line (default: no key needed)")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (default: the tokenizer's)")
     add_grammars(parser)
@@ -89,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Serves until SIGTERM or Ctrl-C, and returns 0."""
     given = _parser().parse_args(arguments)
-    for name in (*NUMBERS, "step-tokens"):
+    for name in (*NUMBERS, "step-tokens", "burst-tokens"):
         value, least = getattr(given, name.replace("-", "_")), 0 if name == "max-queue" else 1
         if isinstance(value, float) and not 0 < value < math.inf:
             raise AxcoreError(f"--{name} must be above 0 and finite, not {value}")
@@ -134,6 +136,7 @@ def main(arguments: Sequence[str]) -> int:
             max_rows=given.max_rows,
             max_len=given.max_len,
             step_tokens=step_tokens,
+            burst_tokens=given.burst_tokens,
             speculation=chosen_drafter(given),
             adapters=cast("Adapters.Config | None", room),
         )

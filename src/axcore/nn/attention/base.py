@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from axcore.config import REQUIRED, Fraction, PositiveFloat, PositiveInt
 from axcore.module import Layer, Rngs
 from axcore.nn.attention.choice import attend
-from axcore.nn.attention.inputs import AttentionInputs, Bias, Dropout, Heads
+from axcore.nn.attention.inputs import AttentionInputs, Bias, Dropout, Heads, contained
 from axcore.nn.attention.kernel import AttentionKernel
 from axcore.nn.attention.masks import Causal, Mask, SameSegment
 from axcore.nn.attention.reference import ReferenceKernel
@@ -121,6 +121,8 @@ class BaseAttention(Layer):
         cfg = self.config
         scale = cfg.scale if scale is None else scale
         here, cached = dataclasses.replace(tokens, cached=None), None if tokens.cached is None else tokens.rows
+        if cached is not None and k is not None and v is not None:
+            k, v = contained(k, v)
         return AttentionInputs(
             q,
             None if k is None or v is None else Contiguous(k, v, here),

@@ -148,3 +148,16 @@ def _hash(words: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
     first, second = jnp.broadcast_arrays(first.astype(jnp.uint32), second.astype(jnp.uint32))
     bits: jax.Array = threefry2x32_p.bind(words[0], words[1], first, second)[0]  # elementwise, so it keeps shardings
     return bits
+
+
+def contained(
+    k: Float[Array, "*token head_dim"], v: Float[Array, "*token value_dim"]
+) -> tuple[Float[Array, "*token head_dim"], Float[Array, "*token value_dim"]]:
+    """Keys and values for caches: a value that is not finite is 0, and the key of its token is NaN.
+
+    Queries that see the token get NaN as before. Others would, too, if NaN were in the value, since a weight of 0 does
+    not remove it. They may belong to the next row in a slot of the cache.
+    """
+    is_finite = jnp.isfinite(v)
+    fine = is_finite if k.shape == v.shape else is_finite.all(axis=-1, keepdims=True)
+    return jnp.where(fine, k, jnp.nan), jnp.where(is_finite, v, 0)
