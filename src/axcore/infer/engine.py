@@ -161,7 +161,12 @@ class Engine(config.Configurable):
         self._transfers = Transfers(self._programs, kept, host)
         runner = Runner(self._programs, self._transfers, buckets, self.eos_ids, num_drafts)
         limits = SchedulerLimits(
-            cfg.max_rows, cfg.max_len, cfg.step_tokens, cfg.burst_tokens, chunk_multiple=buckets.part or 1
+            cfg.max_rows,
+            cfg.max_len,
+            cfg.step_tokens,
+            cfg.burst_tokens,
+            chunk_multiple=buckets.part or 1,
+            recompute_above=decoder.recompute_above,
         )
         self._scheduler = Scheduler(limits, self._pool, host)
         self._loop = EngineLoop(self._scheduler, runner, self._programs.free, self.eos_ids, self._loaded, self._drafter)
@@ -187,11 +192,6 @@ class Engine(config.Configurable):
     def is_closed(self) -> bool:
         """Whether the engine was closed or has failed, so that it takes no more requests."""
         return self._loop.is_closed
-
-    @property
-    def recompute_above(self) -> tuple[int, ...]:
-        """See `Decoder`. A request may not pass such a length."""
-        return self._programs.decoder.recompute_above
 
     @property
     def stats(self) -> EngineStats:
@@ -292,13 +292,6 @@ class Engine(config.Configurable):
             raise ConfigError(
                 f"sampling.stop={options.stop!r} requires a tokenizer. Give the engine one, or use stop_token_ids"
             )
-        for limit in self.recompute_above:
-            longest = limit + 1 - len(request.ids)
-            if longest > 0 and (options.max_tokens is None or options.max_tokens > longest):
-                raise ConfigError(
-                    f"sampling.max_tokens={options.max_tokens}: the keys of a row change when it passes {limit} "
-                    f"tokens. Set max_tokens to at most {longest}, and continue with a new request"
-                )
         self._scheduler.check(request)
         if options.grammar is not None:
             if self._grammars is None:
