@@ -65,8 +65,9 @@ class FakeDevice:
     A slot has recurrent state, too: the number and the hash of the tokens of its row.
     """
 
-    def __init__(self, page_size, has_slots):
+    def __init__(self, page_size, has_slots, recompute_above=()):
         self.page_size, self.has_slots = page_size, has_slots  # None: slots only
+        self.recompute_above = recompute_above
         self.cache = {}  # (page, offset) -> (token, hash of all tokens so far)
         self.slots = {}  # slot -> (number, hash) of the tokens of the row
         self.host, self.host_slots = {}, {}  # copies of both
@@ -110,7 +111,8 @@ class FakeDevice:
         for row in rows:
             ids = row.ids or (self.last[row.slot],)
             assert len(ids) == row.count
-            seen, content = [], root(self.weights, row.request, row.adapter)
+            kind = sum(row.start + row.count > limit for limit in self.recompute_above)
+            seen, content = [], root(self.weights, row.request, row.adapter, kind)
             for position in range(row.start + row.count):
                 cell = self.cell(row, position)
                 if position < row.start:
@@ -163,9 +165,13 @@ class FakeDevice:
         return row.pages[position // self.page_size], position % self.page_size
 
 
-def root(weights, request, adapter):
-    """What keys and values depend on besides the tokens."""
-    return hash((weights, request.salt, adapter))
+def root(weights, request, adapter, kind=0):
+    """What keys and values depend on besides the tokens.
+
+    Args:
+        kind: the number of lengths in `recompute_above` that the row has passed.
+    """
+    return hash((weights, request.salt, adapter, kind))
 
 
 def copy(at, host_at, device, host, size, kind):
@@ -258,7 +264,8 @@ class Simulation:
         self.scheduler.host.__class__ = scenario.host_pool
         # The state of a slot here cannot be rolled back, so it excludes drafts.
         has_slots = (pool is None or not pool.shares_prefixes) and not scenario.drafting
-        self.device = FakeDevice(None if pool is None else scenario.page_size, has_slots)
+        page_size = None if pool is None else scenario.page_size
+        self.device = FakeDevice(page_size, has_slots, scenario.limits.recompute_above)
         self.num_flushed = self.num_restored = 0
         self.trace, self.sequences, self.in_flight = [], {}, collections.deque()
         self.tick, self.max_steps = 0, max_steps
@@ -365,7 +372,7 @@ class Simulation:
         assert not planned & verified, "a sequence is planned although its length is unknown"
         for sequence in self.running():
             is_decoding = sequence.num_computed + 1 == sequence.length and sequence.id not in verified
-            if is_decoding or sequence.is_complete:
+            if (is_decoding and not self.scheduler._is_stale(sequence)) or sequence.is_complete:
                 assert sequence.id in planned, "a sequence that decodes lost a step"
         for chunk in chunks:
             sequence = chunk.sequence

@@ -9,7 +9,7 @@ from flax import nnx
 import axcore as ax
 from axcore.infer import Decoder, Step
 from axcore.module import abstract, functional
-from axcore.nn import Attention, ContiguousCache, KVCache, Linear, for_decoding, without_caches
+from axcore.nn import Attention, ContiguousCache, KVCache, Linear, ReferenceKernel, Repeat, for_decoding, without_caches
 from axcore.testing import tiny_batch, tiny_model
 from axcore.testing.models import by_path
 
@@ -35,6 +35,22 @@ def test_existing_caches_are_resized_for_the_decoder(tiny_decoder):
     plain, _, empty = tiny_decoder
     step = Step(IDS, START)
     np.testing.assert_array_equal(decoder(params, state, step)[0], plain(params, empty, step)[0])
+
+
+def test_equal_layers_of_a_step_are_traced_once():
+    calls = []
+
+    class Counted(ReferenceKernel):
+        def __call__(self, inputs):
+            calls.append(self.frame.path)
+            return super().__call__(inputs)
+
+    cfg = ax.select(tiny_model(), Attention).set(kernel=Counted.Config())
+    cfg = ax.select(cfg, Repeat).set(num_layers=5)
+    options = {"cache": ContiguousCache.Config(), "batch_size": 2, "max_len": 8}
+    decoder, params, state = Decoder.abstract(cfg, **options)
+    jax.eval_shape(decoder, params, state, Step(IDS, START))
+    assert calls == ["decoder.layers.0.attention.kernel"]
 
 
 @pytest.mark.parametrize("size", ["batch_size", "max_len"])

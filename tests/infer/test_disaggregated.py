@@ -29,9 +29,10 @@ from axcore.infer import (
     read_handover,
     write_handover,
 )
-from axcore.infer.handover import model_identity
+from axcore.infer.disaggregation import ModelIdentity
 from axcore.infer.requests import Piece, SamplingOptions, TokenLogprob
 from axcore.infer.row_state import RowState
+from axcore.module import functional
 from axcore.parallel import Mesh
 from axcore.testing.devices import on_devices
 from axcore.train.data import ByteTokenizer
@@ -300,14 +301,22 @@ def test_handovers_of_other_models_caches_and_requests_raise(decoding, handover)
     assert is_clean(decoding)
 
 
+def test_the_identity_of_a_model_outlives_its_weights(model):
+    freed = CASES["paged"].model()
+    identity = ModelIdentity(freed)
+    for leaf in jax.tree.leaves(functional(freed)[1]):
+        leaf.delete()
+    assert identity.text == ModelIdentity(model).text
+
+
 @pytest.mark.long
 def test_the_identity_of_a_model(model):
-    assert model_identity(model) == model_identity(CASES["paged"].model())
-    assert model_identity(model) != model_identity(CASES["paged"].model(seed=1))
-    assert model_identity(model) != model_identity(CASES["ring"].model())
+    assert ModelIdentity(model).text == ModelIdentity(CASES["paged"].model()).text
+    assert ModelIdentity(model).text != ModelIdentity(CASES["paged"].model(seed=1)).text
+    assert ModelIdentity(model).text != ModelIdentity(CASES["ring"].model()).text
     changed = nnx.clone(model)
     changed.embedding.weight[...] = changed.embedding.weight[...] * 2
-    assert model_identity(model) != model_identity(changed)
+    assert ModelIdentity(model).text != ModelIdentity(changed).text
 
 
 def between_meshes():
@@ -393,7 +402,7 @@ def test_handovers_from_another_process(process, model, expected):
 def RemoteStream(engine, request):
     """The pieces of a request that the engine does not check, so that the other process refuses it."""
     found = queue.Queue()
-    engine._prefill.export(request, found.put)
+    engine._handovers.prefill.export(request, found.put)
     answer = found.get(timeout=60)
     if isinstance(answer, AxcoreError):
         raise answer

@@ -11,6 +11,8 @@ import axcore as ax
 from axcore.infer import Decoder, Engine, Request, SamplingOptions, Step
 from axcore.infer.buckets import Buckets, Shape
 from axcore.infer.programs import Programs
+from axcore.infer.scheduler import SchedulerLimits
+from axcore.infer.speculation import DraftModel, NGram
 from axcore.module import functional
 from axcore.nn import Attention, ContiguousCache, LatentAttention, ReferenceKernel, Repeat, without_caches
 from axcore.testing.models import VOCAB_SIZE, tiny_model
@@ -42,10 +44,20 @@ def config(name):
     return ax.pipe(cfg, *MODELS[name])
 
 
-def recomputed(cfg, prompts):
-    """The greedy tokens of each prompt and their log-probabilities, by recomputing the whole row for each token."""
+def recomputed(cfg, prompts, of_length=False):
+    """The greedy tokens of each prompt and their log-probabilities, by recomputing the whole row for each token.
+
+    Args:
+        of_length: whether position embeddings depend on the length of the row, which its padding must not change.
+    """
     fn, params, state = functional(without_caches(cfg).build(rngs=ax.Rngs(0)))
-    scores = jax.jit(lambda row, at: jax.nn.log_softmax(fn(params, state, row[None])[0][0][0, at]))
+
+    @jax.jit
+    def scores(row, at):
+        places = np.arange(MAX_LEN)[None]
+        positions = jax.numpy.minimum(places, at) if of_length else places
+        return jax.nn.log_softmax(fn(params, state, row[None], positions=positions)[0][0][0, at])
+
     for ids, count in zip(prompts, OUTPUTS, strict=True):
         row, tokens, found = np.zeros(MAX_LEN, np.int32), list(ids), []
         for _ in range(count):
@@ -133,9 +145,9 @@ def test_results_do_not_depend_on_the_rows_of_a_step(dtype, calls):
 
 
 def test_a_burst_changes_the_steps_and_no_token(calls):
-    """Four prompts of 20 tokens are more than two steps of 36."""
+    """Four prompts of 50 tokens are more than two steps of 36, even if the first steps run before the last arrives."""
     model, random = ax.pipe(tiny_model(), ax.use("rope")).build(rngs=ax.Rngs(0)), np.random.default_rng(2)
-    prompts = [tuple(random.integers(0, VOCAB_SIZE, 20).tolist()) for _ in OUTPUTS]
+    prompts = [tuple(random.integers(0, VOCAB_SIZE, 50).tolist()) for _ in OUTPUTS]
     found = []
     for burst_tokens in (None, 36):
         calls.clear()
@@ -175,7 +187,9 @@ def test_shapes_hold_every_step():
     )
     paged = Buckets.of(8, 512, 1024, 64, 2, has_parts=True)
     assert paged.prompts == ((1, 16), (1, 64), (2, 128), (4, 128)) and paged.mixed == paged.prompts[2:]
-    assert (paged.rows, paged.pages, paged.part) == ((1, 2, 4, 8), (16, 64), 128)
+    assert (paged.rows, paged.pages, paged.part) == ((1, 4, 8), (16, 64), 128)
+    for max_rows, rows in {1: (1,), 3: (1, 3), 16: (1, 4, 16), 24: (1, 4, 16, 24), 64: (1, 4, 16, 32, 64)}.items():
+        assert Buckets.of(max_rows, 512, 1024, 64, 1, has_parts=True).rows == rows
     burst = Buckets.of(8, 512, 1024, 64, 2, has_parts=True, burst_tokens=2000)
     assert burst.mixed == (*paged.mixed, (16, 128)) and burst.widths[-1] == 1024
     assert paged.fit([1, 128, 255], mixed=True) == (3, (4, 128)) and paged.fit([64], mixed=True) == (1, (2, 128))
@@ -239,6 +253,43 @@ def test_kernels_caches_and_positions_report_values_for_all_blocks_of_a_step():
     jax.eval_shape(dataclasses.replace(decoder, fn=watched), params, state, (tokens, prompt))
     layer = "decoder.layers.0.attention"
     assert reports == [{f"{layer}.position.rows", f"{layer}.cache.width", f"{layer}.kernel.queries"}]
+
+
+@pytest.mark.parametrize(
+    ("cache", "speculation"),
+    [
+        pytest.param(PAGED, None, marks=pytest.mark.long),
+        pytest.param(CONTIGUOUS, None, marks=pytest.mark.slow),
+        pytest.param(CONTIGUOUS, NGram.Config(prompt_lookup_min=1), marks=pytest.mark.slow),
+    ],
+    ids=["paged", "contiguous", "drafts"],
+)
+def test_rows_pass_a_length_above_which_their_keys_change(cache, speculation, calls):
+    """LongRoPE in a batch: prompts shorter and longer than the length, and rows that pass it while others decode."""
+    long = LongRoPE(short=(1.0, 1.0), long=(2.0, 3.0), original_max=12)
+    cfg = ax.select(tiny_model(), "embedding").set(init=ax.nn.Normal(stddev=1.0))
+    cfg, random = ax.pipe(cfg, ax.use("rope", scaling=long)), np.random.default_rng(0)
+    prompts = [tuple(random.integers(0, VOCAB_SIZE, length).tolist()) for length in (1, 9, 11, 12, 13, 33)]
+    found = run(cfg.build(rngs=ax.Rngs(0)), cache, prompts, step_tokens=16, speculation=speculation)
+    for piece, (ids, scores) in zip(found, recomputed(cfg, prompts, of_length=True), strict=True):
+        assert piece.ids == ids
+        np.testing.assert_allclose([each.logprob for each in piece.logprobs], scores, atol=1e-4)
+    assert speculation or any(decode and prefill for decode, prefill in calls), "no step was mixed"
+
+
+def test_engines_that_cannot_compute_a_row_again_are_refused():
+    long = LongRoPE(short=(1.0, 1.0), long=(2.0, 3.0), original_max=12)
+    model = ax.use("rope", scaling=long)(tiny_model()).build(rngs=ax.Rngs(0))
+    cfg = Engine.Config(max_len=20, max_rows=2, step_tokens=12)
+    with pytest.raises(ax.ConfigError, match=r"step_tokens=12: the keys .* Set step_tokens to at least 13, or max_len"):
+        cfg.build(model)
+    with pytest.raises(ax.ConfigError, match=r"prefix_caching=True: the keys of a row change when it passes 12 tokens"):
+        cfg.set(step_tokens=13, prefix_caching=True, cache=PAGED).build(model)
+    plain, drafter = ax.use("rope")(tiny_model()).build(rngs=ax.Rngs(0)), DraftModel.Config()
+    with pytest.raises(ax.ConfigError, match="the keys of the draft model change when a row passes 12 tokens"):
+        cfg.set(speculation=drafter).build(plain, draft_model=model)
+    with pytest.raises(ax.ConfigError, match=r"limits.step_tokens=4: .* Set step_tokens to at least 6"):
+        SchedulerLimits(2, 20, 4, recompute_above=(5, 20))
 
 
 def test_position_embeddings_see_the_length_of_each_row():

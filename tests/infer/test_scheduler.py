@@ -1,6 +1,7 @@
 """The scheduler against a device that completes steps only when told, whatever arrives, ends or is cancelled when."""
 
 import collections
+import dataclasses
 import random
 
 import pytest
@@ -39,6 +40,32 @@ def test_many_scenarios_that_preempt_share_and_cancel():
         total["shared"] += sum((sequence.num_cached or 0) > 0 for sequence in sequences)
         total.update(sequence.finish_reason for sequence in sequences)
     assert min(total.values()) > 40 and total.keys() == {"preempted", "shared", "stop", "length", "cancelled"}, total
+
+
+def test_rows_whose_keys_change_are_computed_again():
+    """Rows that pass a length, with and without drafts, are computed again while others go on."""
+    num_again = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        scenario = random_scenario(rng, shares_prefixes=False)
+        size = scenario.limits.max_len
+        passed = tuple(sorted(rng.sample(range(1, size), min(2, size - 1))))
+        step_tokens = passed[-1] + 1 + rng.randint(0, 9)
+        limits = SchedulerLimits(rng.randint(1, 4), size, step_tokens, recompute_above=passed)
+        simulation = Simulation(dataclasses.replace(scenario, limits=limits)).run()
+        rows = [row for step in simulation.trace for row in step]
+        num_again += sum(row.start == 0 and row.count > len(row.request.ids) for row in rows)
+        assert all(row.count >= limits.first_chunk(len(row.request.ids)) for row in rows if row.start == 0)
+    assert num_again > 100
+
+
+def test_a_row_is_computed_again_in_its_slot():
+    """The step before it is known first, and another row decodes meanwhile."""
+    limits = SchedulerLimits(2, 40, 8, recompute_above=(6,))
+    simulation = started(limits, [request(4, 9, ignore_eos=True), request(3, 4, ignore_eos=True)]).run()
+    steps = [{row.id: (row.slot, row.start, row.count) for row in step} for step in simulation.trace]
+    assert [step.get(0) for step in steps[:6]] == [(0, 0, 4), (0, 4, 1), (0, 5, 1), None, (0, 0, 7), (0, 7, 1)]
+    assert simulation.scheduler.num_preempted == 0
 
 
 @settings(max_examples=25)

@@ -13,6 +13,9 @@ SHORT = 64
 """Tokens of a short prompt. Without parts, several such prompts may be computed together with rows that decode."""
 LONG = 256
 """Without parts, the number of tokens up to which a longer prompt has a program of its own only if no row decodes."""
+FEW_ROWS = 16
+"""Up to this many rows that decode are padded to powers of four, and more to powers of two. A step of few rows takes
+the time of reading the weights, whatever their number. With more rows, products and keys take time, too."""
 SMALLEST = 16
 """A prompt is padded to at least this many tokens."""
 
@@ -65,9 +68,9 @@ class Buckets:
         has_parts: bool,
         burst_tokens: int | None = None,
     ) -> Buckets:
-        """Rows that decode are padded to powers of two, tokens of prompts to powers of four up to `step_tokens`, and
-        those of a burst to `burst_tokens`. Without pages, all rows decode in every call, so that caches are read in
-        place.
+        """Rows that decode are padded to powers of two (see `FEW_ROWS`), tokens of prompts to powers of four up to
+        `step_tokens`, and those of a burst to `burst_tokens`. Without pages, all rows decode in every call, so that
+        caches are read in place.
 
         Args:
             max_rows, step_tokens, max_len, burst_tokens: see `Engine.Config`.
@@ -90,7 +93,10 @@ class Buckets:
         if pages_per_row is None:
             return cls((max_rows,), prompts, mixed, widths, (), part)
         pages = {-(-pages_per_row // 4**quarter) for quarter in range(tables)}
-        return cls(_powers(1, max_rows, 2), prompts, mixed, widths, tuple(sorted(pages)), part)
+        rows = _powers(1, min(max_rows, FEW_ROWS), 4)
+        if max_rows > FEW_ROWS:
+            rows += _powers(2 * FEW_ROWS, max_rows, 2)
+        return cls(rows, prompts, mixed, widths, tuple(sorted(pages)), part)
 
     def fit(self, counts: Sequence[int], *, mixed: bool) -> tuple[int, Shape]:
         """How many of these chunks of prompts fit into one call, the first ones, and the smallest shape for them.

@@ -285,7 +285,7 @@ class Decoder:
             starts after its cached tokens (see `shares_prefixes`), its length is outside [0, width], its slot is out of
             range or used by several rows (see `Step.slots`), its page table lacks a page for one of its tokens, or its
             length passes one of `recompute_above` in either direction. An invalid row may lose its cached tokens from
-            `start` on. To let a row pass a length of `recompute_above`, restart it with all its tokens.
+            `start` on. To let a row pass a length of `recompute_above`, restart it with all its tokens, as engines do.
 
         Raises:
             ConfigError: the step has page tables but the model has no paged caches; it has none but the pool is too

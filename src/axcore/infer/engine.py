@@ -17,11 +17,12 @@ from axcore.infer.adapters import Adapters
 from axcore.infer.beams import Beam, BeamOptions, beam_search
 from axcore.infer.buckets import Buckets
 from axcore.infer.decoder import Decoder
+from axcore.infer.disaggregation import Handovers
 from axcore.infer.embeddings import normalized
 from axcore.infer.engine_checks import check_config, checked_host_limits
 from axcore.infer.grammar import GrammarCompiler
-from axcore.infer.guide import Grammars, Guide
-from axcore.infer.handover import DeliverHandover, HandedOver, Handover, Prefill, model_identity
+from axcore.infer.guide import Grammars
+from axcore.infer.handover import DeliverHandover, Handover, Prefill
 from axcore.infer.loaded_adapters import LoadedAdapters
 from axcore.infer.loop import EngineLoop
 from axcore.infer.pages import PagePool
@@ -122,9 +123,7 @@ class Engine(config.Configurable):
         prefill: Prefill | None = None,
         draft_model: Layer | None = None,
     ):
-        self._identity, self._prefill = model_identity(model), prefill
         self._model = model.config
-        self._in_prefill: set[HandedOver] = set()
         self._adapters = None if cfg.adapters is None else cfg.adapters.build()
         decoder, params, state = Decoder.of(
             model,
@@ -162,10 +161,16 @@ class Engine(config.Configurable):
         self._transfers = Transfers(self._programs, kept, host)
         runner = Runner(self._programs, self._transfers, buckets, self.eos_ids, num_drafts)
         limits = SchedulerLimits(
-            cfg.max_rows, cfg.max_len, cfg.step_tokens, cfg.burst_tokens, chunk_multiple=buckets.part or 1
+            cfg.max_rows,
+            cfg.max_len,
+            cfg.step_tokens,
+            cfg.burst_tokens,
+            chunk_multiple=buckets.part or 1,
+            recompute_above=decoder.recompute_above,
         )
         self._scheduler = Scheduler(limits, self._pool, host)
         self._loop = EngineLoop(self._scheduler, runner, self._programs.free, self.eos_ids, self._loaded, self._drafter)
+        self._handovers = Handovers(model, kept, self.vocab_size, prefill, check=self.check, queue=self._queue)
 
     def __enter__(self) -> Self:
         return self
@@ -189,20 +194,15 @@ class Engine(config.Configurable):
         return self._loop.is_closed
 
     @property
-    def recompute_above(self) -> tuple[int, ...]:
-        """See `Decoder`. A request may not pass such a length."""
-        return self._programs.decoder.recompute_above
-
-    @property
     def stats(self) -> EngineStats:
         """The counters now."""
-        scheduler, pool, counters = self._scheduler, self._pool, self._loop.counters
-        return EngineStats(
+        scheduler, pool = self._scheduler, self._pool
+        return dataclasses.replace(
+            self._loop.counters,
             running=scheduler.num_running,
-            waiting=scheduler.num_waiting + len(self._in_prefill),
+            waiting=scheduler.num_waiting + self._handovers.num_pending,
             preempted=scheduler.num_preempted,
             offloaded=scheduler.host.num_offloaded,
-            **dataclasses.asdict(counters),
             compiled=self._programs.num_traced
             + self._transfers.programs.num_traced
             + (0 if self._drafter is None else self._drafter.num_traced),
@@ -292,13 +292,6 @@ class Engine(config.Configurable):
             raise ConfigError(
                 f"sampling.stop={options.stop!r} requires a tokenizer. Give the engine one, or use stop_token_ids"
             )
-        for limit in self.recompute_above:
-            longest = limit + 1 - len(request.ids)
-            if longest > 0 and (options.max_tokens is None or options.max_tokens > longest):
-                raise ConfigError(
-                    f"sampling.max_tokens={options.max_tokens}: the keys of a row change when it passes {limit} "
-                    f"tokens. Set max_tokens to at most {longest}, and continue with a new request"
-                )
         self._scheduler.check(request)
         if options.grammar is not None:
             if self._grammars is None:
@@ -331,70 +324,36 @@ class Engine(config.Configurable):
             AxcoreError: the engine is closed.
         """
         self.check(request)
-        if self._prefill is not None and request.pooling is None:
-            resume = functools.partial(self.resume, request, sample=sample)
-            handed = HandedOver(deliver, resume, self._in_prefill)
-            handed.start(functools.partial(self._prefill.export, request, sample=sample))
-            return handed.cancel
-        return self._loop.submit(request, deliver, self._text(request), self._guide(request), sample=sample)
+        if self._handovers.prefill is not None and request.pooling is None:
+            return self._handovers.submit(request, deliver, sample=sample)
+        return self._queue(request, deliver, sample=sample)
 
-    def _text(self, request: Request) -> TextStream | None:
-        if self.tokenizer is None:
-            return None
-        return TextStream(self.tokenizer, prompt=request.ids, stop=request.options.stop)
-
-    def _guide(self, request: Request) -> Guide | None:
-        return None if self._grammars is None else self._grammars.guide(request.options)
+    def _queue(
+        self,
+        request: Request,
+        deliver: Deliver,
+        *,
+        sample: int,
+        handover: Handover | None = None,
+        export: Callable[[Piece, RowState], None] | None = None,
+    ) -> Callable[[], None]:
+        """See `axcore.infer.disaggregation.Queue`."""
+        text = guide = None
+        if self.tokenizer is not None and export is None:
+            text = TextStream(self.tokenizer, prompt=request.ids, stop=request.options.stop)
+        if self._grammars is not None:
+            guide = self._grammars.guide(request.options)
+        return self._loop.submit(request, deliver, text, guide, sample=sample, handover=handover, export=export)
 
     def export(self, request: Request, deliver: DeliverHandover, *, sample: int = 0) -> Callable[[], None]:
-        """Computes the prompt of a request and its first token, for another engine that continues it with `resume`.
-
-        Args:
-            request: the prompt and the options. Stop strings are left to the other engine.
-            deliver: receives the handover. Its arrays are on the devices of this engine.
-            sample: see `submit`.
-
-        Returns:
-            A function that cancels the request.
-
-        Raises:
-            ConfigError: the prompt does not fit; see `check`.
-            AxcoreError: the engine is closed.
-        """
-        options = request.options
-        first = dataclasses.replace(options, max_tokens=1, min_tokens=min(options.min_tokens, 1), stop=())
-        request = dataclasses.replace(request, options=first)
-        self.check(request)
-
-        def exported(piece: Piece, state: RowState) -> None:
-            logprob = piece.logprobs[0] if piece.logprobs else None
-            deliver(Handover(self._identity, request.ids + piece.ids, state, logprob, piece.prompt_logprobs))
-
-        return self._loop.submit(request, deliver, None, self._guide(request), sample=sample, export=exported)
+        """Computes the prompt of a request and its first token, for another engine that continues it with `resume`. See
+        `axcore.infer.disaggregation.Handovers`."""
+        return self._handovers.export(request, deliver, sample=sample)
 
     def resume(self, request: Request, handover: Handover, deliver: Deliver, *, sample: int = 0) -> Callable[[], None]:
-        """Continues a request whose prompt another engine has computed. It delivers the first token, too.
-
-        Args:
-            request: the request that was exported.
-            handover: what the other engine delivered.
-            deliver, sample: see `submit`.
-
-        Returns:
-            A function that cancels the request.
-
-        Raises:
-            ConfigError: the request does not fit, or the handover belongs to another request, another model, or an
-                engine with another cache.
-            AxcoreError: the engine is closed.
-        """
-        self.check(request)
-        handover.check(request, self._identity)
-        self._transfers.programs.layout.check(handover.state)
-        if not 0 <= handover.ids[-1] < self.vocab_size:
-            raise ConfigError(f"handover: token id {handover.ids[-1]} is not below {self.vocab_size}")
-        text, guide = self._text(request), self._guide(request)
-        return self._loop.submit(request, deliver, text, guide, sample=sample, handover=handover)
+        """Continues a request whose prompt another engine has computed. It delivers the first token, too. See
+        `axcore.infer.disaggregation.Handovers`."""
+        return self._handovers.resume(request, handover, deliver, sample=sample)
 
     def stream(self, request: Request, *, sample: int = 0) -> Stream:
         """Submits a request. Returns an iterator over the pieces of the sample; for errors see `submit`."""
@@ -552,7 +511,7 @@ class Engine(config.Configurable):
             prompt_logprobs=prompt_logprobs,
             embeddings=embeddings,
             grammars=self._grammars is not None,
-            transfers=handovers or self._prefill is not None or self.config.host_cache_bytes > 0,
+            transfers=handovers or self._handovers.prefill is not None or self.config.host_cache_bytes > 0,
         )
 
     def close(self) -> None:

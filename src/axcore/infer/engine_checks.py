@@ -30,10 +30,11 @@ def check_config(cfg: Engine.Config, decoder: Decoder, *, has_tokenizer: bool, h
     if cfg.speculation is None and has_draft_model:
         raise ConfigError("draft_model has no effect with engine.speculation=None. Set speculation=DraftModel.Config()")
     limit = min(decoder.recompute_above, default=cfg.max_len)
-    if cfg.max_len > limit and (cfg.max_rows > 1 or cfg.step_tokens < cfg.max_len):
+    least = max((each + 1 for each in decoder.recompute_above if each < cfg.max_len), default=0)
+    if cfg.step_tokens < least:
         raise ConfigError(
-            f"engine.max_len={cfg.max_len}: the keys of a row change when it passes {limit} tokens, so a longer prompt "
-            f"must be computed in one step. Set max_len to at most {limit}, or max_rows=1 and step_tokens={cfg.max_len}"
+            f"engine.step_tokens={cfg.step_tokens}: the keys of a row change when it passes {least - 1} tokens, which "
+            f"are then computed in one step. Set step_tokens to at least {least}, or max_len to at most {least - 1}"
         )
     if cfg.prefix_caching and decoder.unpaged:
         raise ConfigError(

@@ -32,8 +32,8 @@ class Generator:
     """Continues prompts with a causal language model, one prompt at a time. Lengths are padded to powers of two, and
     each padded length compiles once.
 
-    With a cache, it is an `Engine` of one row. A row that grows beyond a length in `Decoder.recompute_above` is
-    computed once more. Without one, it samples in the same way, so the same key gives the same tokens.
+    With a cache, it is an `Engine` of one row. Without one, it samples in the same way, so the same key gives the same
+    tokens.
 
     Args:
         model: a model with the call signature of `axcore.nn.CausalLM`.
@@ -149,19 +149,9 @@ class Generator:
         return found
 
     def _with_cache(self, prompt: np.ndarray, num_tokens: int, seed: int, grammar: Grammar | None) -> np.ndarray:
-        ids, stop, piece = tuple(prompt.tolist()), prompt.size + num_tokens, None
-        while piece is None or (piece.finish_reason == "length" and len(ids) < stop):
-            # A new prompt after each. A grammar would start anew there, so the engine refuses the request instead.
-            cuts = [limit + 1 for limit in self._engine.recompute_above if grammar is None and len(ids) <= limit]
-            options = SamplingOptions(
-                temperature=self.temperature,
-                seed=seed,
-                max_tokens=min((stop, *cuts)) - len(ids),
-                grammar=grammar,
-            )
-            piece = self._engine.stream(Request(ids, options)).result()
-            ids += piece.ids
-        return np.asarray(ids[prompt.size :], np.int32)
+        options = SamplingOptions(temperature=self.temperature, seed=seed, max_tokens=num_tokens, grammar=grammar)
+        piece = self._engine.stream(Request(tuple(prompt.tolist()), options)).result()
+        return np.asarray(piece.ids, np.int32)
 
     def _recomputed(
         self, params: Tree, state: Tree, row: jax.Array, start: jax.Array, stop: jax.Array, sampling: SamplingRows

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import threading
 from collections.abc import Callable
 from typing import Protocol
 
-import jax
-import numpy as np
-
-from axcore.config import AxcoreError, ConfigError, flatten
+from axcore.config import AxcoreError, ConfigError
 from axcore.infer.requests import Piece, Request, TokenLogprob
 from axcore.infer.row_state import RowState
-from axcore.infer.streams import Deliver
-from axcore.module import Layer, functional
-from axcore.train.run.identity import is_layout, layout_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +16,7 @@ class Handover:
     """What a decoding engine needs to continue a prompt.
 
     Attributes:
-        model: identifies the model and its weights; see `model_identity`.
+        model: identifies the model and its weights; see `ModelIdentity`.
         ids: the prompt and the first token of the output.
         state: the decoding state of the prompt, on a device or on the host.
         logprob: the log-probability of the first token, if the request asks for it.
@@ -65,72 +57,3 @@ class Prefill(Protocol):
 
     def export(self, request: Request, deliver: DeliverHandover, *, sample: int = 0) -> Callable[[], None]:
         """Starts to compute a prompt. Returns a function that cancels it. See `Engine.export`."""
-
-
-def model_identity(model: Layer) -> str:
-    """Identifies a model: a hash of what its config computes, and of the shape and the first values of each parameter.
-
-    Kernels, caches and meshes do not change it. Models that differ in later values only have the same identity.
-    """
-    cfg, params = model.config, jax.tree.leaves_with_path(functional(model)[1])
-    fields = layout_fields(cfg)
-    parts = [type(model).__name__]
-    parts += sorted(f"{path}={text}" for path, text in flatten(cfg).items() if not is_layout(path, fields))
-    parts += [f"{jax.tree_util.keystr(path)} {leaf.dtype}{leaf.shape}" for path, leaf in params]
-    digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=8)
-    first = [leaf[(0,) * (leaf.ndim - 1)][:4] for _, leaf in params if leaf.ndim and leaf.size]
-    for values in jax.device_get(first):
-        digest.update(np.ascontiguousarray(values).tobytes())
-    return digest.hexdigest()
-
-
-class HandedOver:
-    """A request whose prompt another engine computes.
-
-    Args:
-        deliver: receives the pieces.
-        resume: continues a handover; see `Engine.resume`.
-        pending: contains this object until the prompt is computed.
-    """
-
-    def __init__(
-        self,
-        deliver: Deliver,
-        resume: Callable[[Handover, Deliver], Callable[[], None]],
-        pending: set[HandedOver],
-    ):
-        self._deliver, self._resume, self._pending = deliver, resume, pending
-        self._lock, self._is_cancelled = threading.Lock(), False
-        self._cancels: list[Callable[[], None]] = []
-
-    def start(self, export: Callable[[DeliverHandover], Callable[[], None]]) -> None:
-        """Starts to compute the prompt. For the errors see `Engine.export`."""
-        self._pending.add(self)
-        try:
-            self._cancels.append(export(self._received))
-        except BaseException:
-            self._pending.discard(self)
-            raise
-
-    def cancel(self) -> None:
-        """Ends the request, from any thread, wherever it is."""
-        with self._lock:
-            self._is_cancelled, cancels = True, list(self._cancels)
-        for cancel in cancels:
-            cancel()
-
-    def _received(self, found: Handover | Piece | AxcoreError) -> None:
-        self._pending.discard(self)
-        if not isinstance(found, Handover):
-            self._deliver(found)
-            return
-        try:
-            cancel = self._resume(found, self._deliver)
-        except AxcoreError as error:
-            self._deliver(error)
-            return
-        with self._lock:
-            self._cancels.append(cancel)
-            is_cancelled = self._is_cancelled
-        if is_cancelled:
-            cancel()

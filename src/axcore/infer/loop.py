@@ -25,32 +25,12 @@ from axcore.infer.sampling import Method, seed_words
 from axcore.infer.scheduler import Scheduler
 from axcore.infer.sequences import Plan, SavedState, Sequence
 from axcore.infer.speculation import Drafter, Drafts
+from axcore.infer.stats import EngineStats
 from axcore.infer.step_in_flight import SampledToken, StepInFlight
 from axcore.infer.streams import Deliver
 from axcore.infer.text import TextStream
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass
-class Counters:
-    """What the loop has done so far.
-
-    Attributes:
-        steps: steps that were started.
-        tokens: sampled tokens.
-        prompt_tokens: tokens of the prompts.
-        cached_tokens: those of them that were found in the cache.
-        draft_tokens: drafts that were verified.
-        accepted_tokens: those of them that the model samples, too.
-    """
-
-    steps: int = 0
-    tokens: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
 
 
 class EngineLoop:
@@ -68,7 +48,7 @@ class EngineLoop:
         drafter: proposes drafts; None: no speculative decoding.
 
     Attributes:
-        counters: what it has done so far.
+        counters: the steps and the tokens so far, which the loop counts.
         is_closed: whether it takes no more work, because it was closed or has failed.
     """
 
@@ -81,7 +61,7 @@ class EngineLoop:
         adapters: LoadedAdapters,
         drafter: Drafter | None = None,
     ):
-        self.counters, self.is_closed, self._drafter = Counters(), False, drafter
+        self.counters, self.is_closed, self._drafter = EngineStats(), False, drafter
         self._scheduler, self._runner, self._free, self._eos_ids = scheduler, runner, free, eos_ids
         self._adapters = adapters
         self._samples: dict[int, _Sample] = {}

@@ -174,18 +174,19 @@ class Runner:
             self.transfers.programs.warm_up()
 
     def _model_calls(self) -> Iterator[ModelCall]:
-        """A call of every bucket, with padding only."""
+        """A call of every bucket, with padding only. Those that compile for the longest time come first, so that the
+        others compile meanwhile."""
         buckets, most = self._buckets, self._buckets.rows[-1]
-        for pages in buckets.pages or (0,):
+        for pages in reversed(buckets.pages or (0,)):
             fits = functools.partial(self._fits, pages=pages)
-            decoding = {size: self._packed({}, Shape(size, 1), pages) for size in buckets.rows}
-            for rows in decoding.values():
-                yield ModelCall(rows, all_slots=self._has_all_slots)
-            for shape in filter(fits, buckets.prompts):
-                yield ModelCall(None, self._packed({}, shape, pages))
-            for shape in filter(fits, buckets.mixed):
+            decoding = {size: self._packed({}, Shape(size, 1), pages) for size in reversed(buckets.rows)}
+            for shape in filter(fits, reversed(buckets.mixed)):
                 prompts, at = self._packed({}, shape, pages), np.zeros(most, np.int32)
                 yield ModelCall(decoding[most], prompts, at, self._has_all_slots)
+            for shape in filter(fits, reversed(buckets.prompts)):
+                yield ModelCall(None, self._packed({}, shape, pages))
+            for rows in decoding.values():
+                yield ModelCall(rows, all_slots=self._has_all_slots)
 
     def _scored(self, rows: Batch, targets: Int[np.ndarray, "1 width"]) -> Float[Array, "1 vocab"]:
         return self._programs.scored(rows, targets)[0]

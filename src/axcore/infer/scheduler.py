@@ -32,6 +32,8 @@ class SchedulerLimits:
             the rest fits into `step_tokens`. None: no step has more than `step_tokens`.
         watermark: the share of the pages that admission leaves to the growth of running sequences.
         chunk_multiple: a chunk of a prompt takes up a multiple of this number of the tokens of a step.
+        recompute_above: lengths above which the keys of a row differ from those of a shorter row. The first chunk of a
+            longer row passes them, and a row that passes one is computed again.
     """
 
     max_rows: int
@@ -40,6 +42,7 @@ class SchedulerLimits:
     burst_tokens: int | None = None
     watermark: float = 0.01
     chunk_multiple: int = 1
+    recompute_above: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, least in (("max_rows", 1), ("max_len", 2), ("step_tokens", 1)):
@@ -52,6 +55,16 @@ class SchedulerLimits:
             )
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"limits.watermark must be at least 0 and below 1, not {self.watermark}. Use 0.01")
+        if self.step_tokens < self.first_chunk(self.max_len):
+            raise ConfigError(
+                f"limits.step_tokens={self.step_tokens}: the keys of a row change when it passes "
+                f"{self.first_chunk(self.max_len) - 1} tokens, which are then computed in one step. Set step_tokens to "
+                f"at least {self.first_chunk(self.max_len)}"
+            )
+
+    def first_chunk(self, length: int) -> int:
+        """The least number of tokens that the first chunk of a row of this length must have."""
+        return max((limit + 1 for limit in self.recompute_above if limit < length), default=0)
 
 
 class Scheduler:
@@ -189,7 +202,9 @@ class Scheduler:
     def decoding(self) -> list[Sequence]:
         """The running sequences whose output is sampled, and whose next step computes their last token, which is known.
         They may have drafts."""
-        running = [each for each in self._rows if each.is_decoding and not each.num_pending]
+        running = [
+            each for each in self._rows if each.is_decoding and not each.num_pending and not self._is_stale(each)
+        ]
         return [each for each in running if each.request.pooling is None]
 
     def plan(self, drafts: Mapping[int, tuple[int, ...]] = MappingProxyType({})) -> Plan | None:
@@ -202,8 +217,12 @@ class Scheduler:
         self._settle()
         num_preempted = self.num_preempted
         self._grow()
-        step = _Step(self._num_prompt_tokens(), self.limits.chunk_multiple)
-        running = sorted((each for each in self._rows if not each.is_verified), key=Sequence.rank)
+        step = _Step(self._num_prompt_tokens(), self.limits)
+        for sequence in self._rows:
+            if self._is_stale(sequence) and not sequence.num_pending:
+                sequence.num_computed = 0
+        idle = [each for each in self._rows if not each.is_verified and not self._is_stale(each)]
+        running = sorted(idle, key=Sequence.rank)
         decoding = [each for each in running if each.is_decoding]
         for sequence in decoding:
             step.take(sequence)
@@ -261,6 +280,11 @@ class Scheduler:
         self._is_burst = backlog > (limits.step_tokens if self._is_burst else 2 * limits.burst_tokens)
         return limits.burst_tokens if self._is_burst else limits.step_tokens
 
+    def _is_stale(self, sequence: Sequence) -> bool:
+        """Whether the computed keys of a sequence are those of a shorter row. It waits until its tokens are known, and
+        is computed again in its slot."""
+        return 0 < sequence.num_computed < self.limits.first_chunk(sequence.length)
+
     def _settle(self) -> None:
         """Publishes what the last step computes, and releases what sequences no longer need: the pages of rejected
         drafts, and all of those that surely end."""
@@ -282,7 +306,8 @@ class Scheduler:
         other sequence is preempted for them."""
         if sequence not in step.counts or sequence.num_pending:
             return
-        count = min(len(drafts), sequence.max_len - sequence.length - 1)
+        limits = (limit for limit in self.limits.recompute_above if limit >= sequence.length)
+        count = min(len(drafts), *(end - sequence.length for end in (sequence.max_len - 1, *limits)))
         while count > 0 and not self._rows.grow(sequence, count):
             count -= 1
         step.verify(sequence, drafts[:count])
@@ -356,17 +381,20 @@ class _Step:
     tokens the step may have. A chunk of a prompt takes up a multiple of `chunk_multiple` of them."""
 
     num_left: int
-    chunk_multiple: int
+    limits: SchedulerLimits
     counts: dict[Sequence, int] = dataclasses.field(default_factory=dict)
     drafts: dict[Sequence, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     _taken: dict[Sequence, int] = dataclasses.field(default_factory=dict)
 
     def take(self, sequence: Sequence) -> None:
-        """Adds the last token of a sequence that decodes, or as many tokens of a prompt as there is room for."""
+        """Adds the last token of a sequence that decodes, or as many tokens of a prompt as there is room for, unless it
+        has no room for what must be one chunk."""
         count = sequence.length - sequence.num_computed
         if not sequence.is_decoding:
-            count = min(count, self.num_left)
-            self._taken[sequence] = min(self.num_left, -(-count // self.chunk_multiple) * self.chunk_multiple)
+            count, multiple = min(count, self.num_left), self.limits.chunk_multiple
+            if sequence.num_computed == 0 and count < self.limits.first_chunk(sequence.length):
+                return
+            self._taken[sequence] = min(self.num_left, -(-count // multiple) * multiple)
             self.num_left -= self._taken[sequence]
         if count:
             self.counts[sequence] = count

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
 
 from axcore.infer.pages import PageUsage
 
 
-class EngineStats(NamedTuple):
-    """Counters of an engine.
+@dataclasses.dataclass(kw_only=True)
+class EngineStats:
+    """Counters of an engine, now. They do not change later.
 
     Attributes:
         running, waiting: samples with and without a row.

@@ -4,7 +4,7 @@ import axcore.preflight  # noqa: F401 - before anything below imports flax
 from axcore.module.collections import Collections, Kind, LossSum, Reduce, Summary, labelled
 from axcore.module.context import ContextError, Frame, current, root
 from axcore.module.layer import BuildError, DTypes, Layer, float_dtype, method
-from axcore.module.lifted import cond, custom_jvp, custom_vjp, remat, vmap, while_loop
+from axcore.module.lifted import cond, custom_jvp, custom_vjp, remat, traced_once, vmap, while_loop
 from axcore.module.pure import Functional, Tree, abstract, functional, initializer, invoke
 from axcore.module.rngs import Rngs, fold
 from axcore.module.transforms import scan, stack
@@ -44,6 +44,7 @@ __all__ = [
     "scan",
     "stack",
     "to_fm32",
+    "traced_once",
     "vmap",
     "while_loop",
 ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections import ChainMap
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -120,6 +121,16 @@ class Lifted:
         self.written.update(path for path, value in _values(new).items() if value is not before[path])
         return output, new, frame.collections
 
+    @property
+    def path(self) -> str:
+        """The path of the module."""
+        return self.caller.below(".".join(self.names)) if self.names else self.caller.path
+
+    @property
+    def form(self) -> Any:  # Any: a tree definition of JAX
+        """The structure of the arrays."""
+        return jax.tree.structure((self.params, self.state))
+
     def refuse_written(self, transform: str) -> None:
         if self.written:
             paths = ", ".join(sorted(".".join(map(str, path)) for path in self.written))
@@ -151,6 +162,47 @@ def remat[M: nnx.Module, *A, R](
         lifted.finish(state, collections)
         lifted.caller.shared.update(shared)
         return output
+
+    return wrapped
+
+
+def traced_once[M: nnx.Module, *A, R](fn: Callable[[M, *A], R]) -> Callable[[M, *A], R]:
+    """`jax.jit` for several modules: those of equal structure, such as the layers of a model, share the trace and the
+    lowered code of the first. XLA inlines the calls, so the compiled program is that of separate traces.
+
+    Errors and profiles name the first module. In a call with a key or with captured outputs, modules differ in their
+    random numbers and in what they report, so each is traced.
+    """
+    firsts: list[tuple[Lifted, Callable[..., Any]]] = []  # Any: as in `jax.jit`
+
+    def jitted(first: Lifted) -> Callable[..., Any]:
+        form = first.form
+
+        def body(leaves: list[jax.Array], shared: dict[str, PyTree], *args: *A) -> PyTree:
+            def with_shared(module: M, *args: *A) -> tuple[R, dict[str, PyTree]]:
+                current().shared = ChainMap({}, shared)
+                return fn(module, *args), dict(current().shared.maps[0])
+
+            return first.call(with_shared, *jax.tree.unflatten(form, leaves), *args)
+
+        return jax.jit(body)
+
+    def wrapped(module: M, *args: *A) -> R:
+        lifted = Lifted.of(module, "traced_once")
+        if lifted.caller.key is not None or lifted.caller.captured:
+            return fn(module, *args)
+        alike = [(each, run) for each, run in firsts if each.graphdef == lifted.graphdef and each.form == lifted.form]
+        if not alike:
+            alike = [(lifted, jitted(lifted))]
+            firsts.extend(alike)
+        first, run = alike[0]
+        leaves = jax.tree.leaves((lifted.params, lifted.state))
+        (output, shared), state, collections = run(leaves, dict(lifted.caller.shared), *args)
+        lifted.written.update(first.written)
+        lifted.finish(state, _renamed(collections, first.path, lifted.path))
+        lifted.caller.shared.update(shared)
+        result: R = output
+        return result
 
     return wrapped
 
@@ -307,6 +359,17 @@ def _rules() -> tuple[Frame, Callable[..., tuple[PyTree, Collections | None]]]:
         return output, frame.collections
 
     return caller, run
+
+
+def _renamed(collections: Collections | None, old: str, new: str) -> Collections | None:
+    """Reports of another module, below another path."""
+    if collections is None or old == new:
+        return collections
+
+    def below[V](entries: dict[str, V]) -> dict[str, V]:
+        return {new + path.removeprefix(old): value for path, value in entries.items()}
+
+    return Collections(below(collections.summaries), below(collections.losses), below(collections.outputs))
 
 
 def _entries(collections: Collections | None) -> set[str]:

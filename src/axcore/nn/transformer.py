@@ -9,9 +9,10 @@ from typing import Any, ClassVar, cast
 import jax.numpy as jnp
 
 from axcore.config import REQUIRED, ConfigError, Fraction, PositiveFloat, PositiveInt, type_name, walk
-from axcore.module import Layer, Rngs, remat, scan, stack
+from axcore.module import Layer, Rngs, remat, scan, stack, traced_once
 from axcore.nn.attention.base import Hidden
 from axcore.nn.attention.grouped_query import Attention
+from axcore.nn.choosing import is_recording
 from axcore.nn.dropout import dropout
 from axcore.nn.feed_forward import FeedForward
 from axcore.nn.layer_stack import Place, Stack
@@ -169,8 +170,17 @@ class Sequence(Stack):
         self.layers = self.children("layers", cfg.layers, rngs, input_dim=cfg.input_dim)
 
     def __call__(self, x: Hidden, *args: object) -> Hidden:
-        """Applies the layers in order. `args` are passed to every layer."""
+        """Applies the layers in order. `args` are passed to every layer.
+
+        While decoding, equal layers share a trace: an engine has many programs, and reads them from a folder faster
+        than it traces them.
+        """
         cfg = self.config.remat
+        if any(isinstance(each, TokenInfo) and each.cached is not None for each in args) and not is_recording():
+            call = traced_once(_call)
+            for layer in self.layers:
+                x = call(layer, x, *args)
+            return x
         for layer, layer_cfg in zip(self.layers, self.config.layers, strict=True):
             policy = None if cfg is None or _has_remat(layer_cfg) else cfg.for_layer(layer_cfg)
             call = layer if policy is None else functools.partial(remat(_call, policy=policy.policy()), layer)

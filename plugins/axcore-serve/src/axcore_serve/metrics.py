@@ -46,7 +46,7 @@ class Metrics:
 def snapshot(engine: Engine, gate: Gate) -> dict[str, Any]:
     """The state of a server as a JSON object."""
     stats = engine.stats
-    found = stats._asdict() | {"requests": gate.num_requests, "samples": gate.num_samples}
+    found = vars(stats) | {"requests": gate.num_requests, "samples": gate.num_samples}
     pools = {"pages": stats.pages, "host_pages": stats.host_pages}
     return found | {name: None if usage is None else usage._asdict() for name, usage in pools.items()}
 

@@ -60,6 +60,12 @@ class ModelDrafter(Drafter):
             layout=target.decoder.layout,
             max_rollback=cfg.num_speculative_tokens,
         )
+        limit = min(self._decoder.recompute_above, default=self._decoder.max_len)
+        if limit < target.decoder.max_len:
+            raise ConfigError(
+                f"engine.speculation: the keys of the draft model change when a row passes {limit} tokens. Set max_len "
+                f"to at most {limit}, or use another drafter, such as ngram"
+            )
         most = self._decoder.max_rollback
         if most is not None and most < cfg.num_speculative_tokens:
             raise ConfigError(
