@@ -100,10 +100,10 @@ def estimated(case: Case) -> dict[str, Any]:
             found["mfu"] = round(tokens * _flops_per_token(cfg, case, report.parameters) / PEAK, 4)
         return found
 
-    collectives = {
-        f"{each.kind} over {', '.join(each.axes)}": [round(each.calls), round(each.sent / 2**30, 3)]
-        for each in report.collectives
-    }
+    collectives: dict[str, list[float]] = {}
+    for each in report.collectives:
+        found = collectives.setdefault(f"{each.kind} over {', '.join(each.axes)}", [0, 0])
+        found[0], found[1] = found[0] + round(each.calls), round(found[1] + each.sent / 2**30, 3)
     return {
         "estimated": speed(estimate.step),
         "without_overlap": speed(estimate.without_overlap),

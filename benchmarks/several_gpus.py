@@ -1,18 +1,20 @@
 """Training and inference over several GPUs of one host.
 
-Prints a line of JSON for each case, and all of them again at the end:
+Prints a line of JSON for each case, and all of them again at the end. The cases, by group:
 
-- `7b`: Llama 2 7B with FSDP in bfloat16 and FP8 on packed rows, and a PyTorch program for the same model (`--peer`);
-- `weak`: Llama 1.1B on 1, 2, 4, ... GPUs with the same rows on each;
-- `strategies`: other strategies of parallelism, with the losses of one GPU;
-- `checkpoint`: a checkpoint of 7B, restored on half and a quarter of the GPUs;
-- `engine`: the engine with tensor parallelism at batch 1 and 64.
+- `7b`: Llama 2 7B with FSDP on packed rows of 4,096 tokens, in bfloat16 and FP8, for each of `--rows`; and a PyTorch
+  program for the same model (`--peer`), for each of `--peer-options`. Compare the best of each;
+- `weak`: Llama 1.1B on 1, 2, 4, ... GPUs with 8 rows on each. `relative_speed` is the efficiency against one;
+- `strategies`: FSDP, FSDP x tensor, pipelines of 4 stages, context (rows of 32,768 tokens) and FSDP x expert (8
+  experts): tokens/s, exposed communication, and the largest difference of the losses to those of one GPU;
+- `checkpoint`: a checkpoint of 7B, restored on half and a quarter of the GPUs: seconds, and the next loss of each;
+- `engine`: Llama 2 7B on up to 4 GPUs by tensor parallelism, at batch 1 and 64.
 
-    python benchmarks/several_gpus.py --gpus 8 --estimate                 # before: needs no GPU, but axcore[aot-cuda]
+    python benchmarks/several_gpus.py --gpus 8 --estimate --limit 7200    # before: needs no GPU, but axcore[aot-cuda]
     python benchmarks/several_gpus.py --gpus 8 --peer torch_fsdp_probe.py
 
-Each case is a process of its own. No case starts after `--limit` seconds; what was not run is printed. Keep NVLink
-multicast off where it is not available (`NCCL_NVLS_ENABLE=0`).
+Each case is a process of its own. No case starts after `--limit` seconds; what was not run is printed, and `--groups`
+runs it later. Keep NVLink multicast off where it is not available (`NCCL_NVLS_ENABLE=0`).
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ HERE = Path(__file__).parent
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=4, help="GPUs of this host, a power of two")
-    parser.add_argument("--groups", nargs="+", default=GROUPS, choices=GROUPS)
+    parser.add_argument("--groups", nargs="+", default=GROUPS, choices=GROUPS, help="which cases to run (default: all)")
     parser.add_argument("--rows", type=int, nargs="+", default=[4], help="rows on each GPU to try for 7B")
     parser.add_argument("--peer", help="a script for torchrun with the options --batch ROWS and --ac none|sel|full")
     parser.add_argument("--peer-options", nargs="+", default=["--batch 4 --ac sel"], help="the runs of --peer")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=20, help="training steps of a case, of which 3 are not timed")
     parser.add_argument("--limit", type=float, default=560.0, help="seconds after which no case starts")
-    parser.add_argument("--estimate", action="store_true", help="print estimates of `axcore aot` instead")
+    parser.add_argument("--estimate", action="store_true", help="print estimates of `axcore aot` for training instead")
     parser.add_argument("--tiny", action="store_true", help="small models on CPU devices, to try the script")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     given = parser.parse_args()

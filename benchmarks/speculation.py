@@ -45,12 +45,13 @@ def seconds(engine, request):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipe", nargs="?", default="smollm2-135m")
+    parser.add_argument("--dtype", help="dtype of parameters and activations (default: the recipe's)")
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--drafts", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--temperature", type=float, default=0.0)
     given = parser.parse_args()
-    model, tokenizer = load_model(ax.recipe(given.recipe), name=given.recipe)
+    model, tokenizer = load_model(ax.recipe(given.recipe), name=given.recipe, dtype=given.dtype)
     options = SamplingOptions(temperature=given.temperature, seed=0, max_tokens=given.tokens, ignore_eos=True)
     cfg = Engine.Config(max_len=1024, max_rows=1)
     for count in given.drafts:

@@ -145,9 +145,9 @@ def test_results_do_not_depend_on_the_rows_of_a_step(dtype, calls):
 
 
 def test_a_burst_changes_the_steps_and_no_token(calls):
-    """Four prompts of 20 tokens are more than two steps of 36."""
+    """Four prompts of 50 tokens are more than two steps of 36, even if the first steps run before the last arrives."""
     model, random = ax.pipe(tiny_model(), ax.use("rope")).build(rngs=ax.Rngs(0)), np.random.default_rng(2)
-    prompts = [tuple(random.integers(0, VOCAB_SIZE, 20).tolist()) for _ in OUTPUTS]
+    prompts = [tuple(random.integers(0, VOCAB_SIZE, 50).tolist()) for _ in OUTPUTS]
     found = []
     for burst_tokens in (None, 36):
         calls.clear()
