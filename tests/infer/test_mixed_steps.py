@@ -288,7 +288,7 @@ def test_engines_that_cannot_compute_a_row_again_are_refused():
     plain, drafter = ax.use("rope")(tiny_model()).build(rngs=ax.Rngs(0)), DraftModel.Config()
     with pytest.raises(ax.ConfigError, match="the keys of the draft model change when a row passes 12 tokens"):
         cfg.set(speculation=drafter).build(plain, draft_model=model)
-    with pytest.raises(ax.ConfigError, match=r"limits.step_tokens=4: .* Set step_tokens to at least 6"):
+    with pytest.raises(ax.ConfigError, match=r"engine.step_tokens=4: .* Set step_tokens to at least 6"):
         SchedulerLimits(2, 20, 4, recompute_above=(5, 20))
 
 
