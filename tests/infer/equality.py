@@ -8,10 +8,11 @@ import numpy as np
 import axcore as ax
 from axcore.infer import Engine
 from axcore.module import abstract
-from axcore.nn import Attention, ContiguousCache, LatentAttention, without_caches
+from axcore.nn import Attention, ContiguousCache, LatentAttention, TransformerLayer, without_caches
 from axcore.testing.models import tiny_model
 from axcore_lora import merge
 from axcore_paged_kv.cache import PagedCache
+from axcore_recipes.short_conv import ConvTransformerLayer, ShortConv
 
 WINDOW, PAGE, STEP, MAX_LEN, ROWS, PAGES = 6, 4, 16, 32, 3, 9
 """Two rows of `MAX_LEN` tokens do not fit into the pages, so rows are preempted."""
@@ -28,6 +29,16 @@ def _latent(cfg):
     return ax.select(cfg, Attention).map(lambda _, __: attention)
 
 
+def _convolved(cfg):
+    """With short convolutions, which keep the last inputs of a row, or those of pages."""
+
+    def convolved(_, layer):
+        conv = ShortConv.Config(init=ax.nn.Normal(stddev=0.5))
+        return ConvTransformerLayer.Config(attention=layer.attention, ffn=layer.ffn, conv=conv)
+
+    return ax.select(cfg, TransformerLayer).map(convolved)
+
+
 MODELS = {
     "mixture, windows": (4, ax.use("sliding-window", size=WINDOW, global_every=2), ax.use("moe", num_experts=4)),
     "rings": (4, ax.use("sliding-window", size=WINDOW, global_every=2), ax.use("ring-kv", spare=2)),
@@ -35,6 +46,7 @@ MODELS = {
     "cross-layer KV, LoRA": (4, ax.use("cross-layer-kv", every=2), ax.use("lora", rank=2, alpha=2.0)),
     "differential": (2, ax.use("diff-attention")),
     "latent": (2, _latent),
+    "short convolutions": (2, _convolved),
 }
 """Name -> the number of layers, and what is attached to the tiny model."""
 

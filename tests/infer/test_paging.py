@@ -8,7 +8,7 @@ import pytest
 import axcore as ax
 from axcore.infer import Decoder, Step
 from axcore.nn import Attention, ContiguousCache, Paging
-from axcore.testing import tiny_model
+from axcore.testing import shrunk, tiny_model
 from axcore.testing.models import by_path
 from axcore_paged_kv.cache import PagedCache
 from axcore_rope.rotary import Rotary
@@ -54,6 +54,24 @@ def test_prefixes_are_not_shared_with_other_state_or_if_keys_depend_on_the_lengt
     assert decoder.recompute_above and not decoder.shares_prefixes
     cfg = ax.select(tiny_model(), Attention).set(cache=ContiguousCache.Config())
     assert not abstract(cfg)[0].shares_prefixes
+
+
+@pytest.mark.long
+def test_short_convolutions_read_the_pages_of_another_row():
+    """A row that starts within a page that another row has computed; its convolutions reach into the page before."""
+    cfg = ax.select(shrunk(ax.recipe("quickstart").model), "**.conv").set(init=ax.nn.FanIn())
+    cfg = ax.select(cfg, "embedding").set(init=ax.nn.Normal(stddev=1.0))
+    cache = PagedCache.Config(page_size=4, num_pages=8)
+    decoder, params, state = Decoder.of(cfg.build(rngs=ax.Rngs(0)), cache=cache, batch_size=2, max_len=12)
+    assert decoder.shares_prefixes and not decoder.unpaged
+    step, ids, slots = jax.jit(decoder.__call__), jnp.arange(1, 11)[None], jnp.arange(2)
+    whole, _ = step(params, state, Step(ids, jnp.zeros(1, jnp.int32), slots=slots[:1], pages=jnp.asarray([[5, 2, 7]])))
+    for shared in (4, 5, 6):
+        begun = Step(ids[:, :8], jnp.zeros(1, jnp.int32), slots=slots[:1], pages=jnp.asarray([[5, 2, 7]]))
+        _, held = step(params, state, begun)
+        other = Step(ids[:, shared:], jnp.full(1, shared), slots=slots[1:], pages=jnp.asarray([[5, 2, 6]]))
+        found, _ = step(params, held, other)
+        np.testing.assert_allclose(found, whole[:, shared:], atol=1e-5)
 
 
 def test_pools_of_different_sizes_raise():

@@ -72,6 +72,7 @@ VALUES: dict[str, tuple[object, ...]] = {
     "axcore.train.step.learner.AdamW.decays": (everything,),
     "axcore.train.step.learner.AdamW.moment_dtype": ("bfloat16",),
     "max_file_bytes": (200,),
+    "pages": ((3, 2),),
     "patterns": (("[0-9].txt",),),
     "axcore.train.data.mixture.Mixture.weights": ({"a": 1.0, "b": 1.0},),
     "axcore_rope.scaling.LongRoPE.long": ((3.0,) * 8,),

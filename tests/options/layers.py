@@ -249,8 +249,8 @@ def blocks():
     linear = {"input_dim": DIM, "output_dim": 6, "use_bias": True, "axes": ("embed", "mlp"), "init": FanIn()}
     yield Host(Linear.Config(**linear, dtypes=DTYPES), plain)
     hopper = Mesh().abstract(1, "gpu", "NVIDIA H100")
-    wide = Linear.Config(**linear | {"output_dim": 8192}, matmul=Gemv())
-    yield Host(wide, traced(lambda cfg: x(cfg, 1, 1), mesh=hopper), "matmul")
+    single = Linear.Config(**linear | {"output_dim": 8192}, matmul=Gemv())
+    yield Host(single, traced(lambda cfg: x(cfg, 1, 1), mesh=hopper), "matmul")
     yield Host(Linear.Config(**linear, numerics=Rounded.Config()), plain)
     yield Host(Linear.Config(**linear, numerics=Fp8.Config()), plain, "numerics")
     delayed = Fp8.Config(scaling="delayed", amax_history_len=4)

@@ -20,6 +20,8 @@ KINDS = (
     "attention",
     "grouped_matmul",
     "kv_cache",
+    "drafter",
+    "grammar_compiler",
     "parallelism",
     "numerics",
     "recipe",

@@ -9,17 +9,18 @@ from jaxtyping import PRNGKeyArray
 
 from axcore.config import AxcoreError, Config, ConfigError, walk
 from axcore.module import DecodingState, Functional, Layer, Rngs, Tree, functional
-from axcore.nn import KVCache, Paging
+from axcore.nn import KVCache, Paging, Windowed
 from axcore.parallel import Layout
 
 
 def paging_of(cfg: Config) -> Paging | None:
-    """The pool of pages of the caches in a config for decoding.
+    """The pool of pages in a config for decoding.
 
     Raises:
-        ConfigError: two caches differ.
+        ConfigError: two layers differ.
     """
-    found = [(path, node.paging) for path, node in walk(cfg) if isinstance(node, KVCache.Config) and node.paging]
+    kinds = KVCache.Config, Windowed.Config
+    found = [(path, node.paging) for path, node in walk(cfg) if isinstance(node, kinds) and node.paging]
     if not found:
         return None
     first, wanted = found[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from axcore.config import ConfigError, NonNegativeInt, PositiveInt
 from axcore.module import DecodingState, Layer
 from axcore.nn.documents import Documents
 from axcore.nn.kv.cache import KVCache
+from axcore.nn.kv.paging import Paging
 from axcore.nn.tokens import TokenInfo
 
 Carry = Mapping[str, Shaped[Array, "rows ..."]]
@@ -322,9 +323,28 @@ class Windowed(ContinuedLayer):
             return inputs[0] - inputs[1]
     ```
 
-    While decoding, the input of the token at `index` is kept in the place `index % size` of its row.
+    While decoding, the input of the token at `index` is kept in the place `index % size` of its row. If the KV caches
+    have pages, all inputs are kept in pages like keys, so that rows can share prefixes and replace any tokens.
     """
 
+    class Config(ContinuedLayer.Config):
+        pages: tuple[PositiveInt, PositiveInt] | None = None
+        """Number and size of the pages that keep all inputs while decoding; None: each row keeps its last ones."""
+        shares_pages: ClassVar[bool] = True
+        """Whether inputs are kept in pages if the KV caches have pages."""
+
+        def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> Windowed.Config:
+            """Adds the state of `batch_size` rows, or of the pages of the cache."""
+            paging = cache.paging if self.shares_pages else None
+            pages = self.pages if paging is None else (paging.num_pages, paging.page_size)
+            return self.set(batch_size=batch_size, pages=pages)
+
+        @property
+        def paging(self) -> Paging | None:
+            """The pool of pages, as in `KVCache.Config`."""
+            return None if self.pages is None else Paging(num_pages=self.pages[0], page_size=self.pages[1])
+
+    config: Config
     reach: int
     past: DecodingState | None
 
@@ -336,11 +356,16 @@ class Windowed(ContinuedLayer):
             features: the features of an input.
             axis: the logical axis of the features.
         """
-        self._make_span()
-        self.reach, self.past = reach, nnx.data(None)
-        if self.config.batch_size is not None:
-            shape = (self.config.batch_size, reach + self.config.max_rollback, features)
-            self.past = DecodingState(jnp.zeros(shape, self.dtypes.compute), axes=("batch", None, axis))
+        cfg = self.config
+        self.reach, self.past, self.span = reach, nnx.data(None), nnx.data(None)
+        if cfg.pages is not None:
+            shape, rows = (*cfg.pages, features), "page"
+        elif cfg.batch_size is not None:
+            self._make_span()
+            shape, rows = (cfg.batch_size, reach + cfg.max_rollback, features), "batch"
+        else:
+            return
+        self.past = DecodingState(jnp.zeros(shape, self.dtypes.compute), axes=(rows, None, axis))
 
     def earlier(self, x: Float[Array, "batch seq features"], tokens: TokenInfo) -> Earlier:
         """The inputs before each token: `earlier(x, tokens)[lag]`, for lags from 0 to `reach`. Keeps the last inputs.
@@ -361,6 +386,8 @@ class Windowed(ContinuedLayer):
         batch, width, features = x.shape
         if self.past is None:
             return jnp.concatenate([jnp.zeros((batch, self.reach, features), x.dtype), x], axis=1)
+        if self.config.paging is not None:
+            return jnp.concatenate([self._from_pages(self.past, self.config.paging, tokens, x), x], axis=1)
         rows, size = self._continue(tokens, batch), self.past[...].shape[1]
         before = rows.start[:, None] - self.reach + jnp.arange(self.reach)
         if size:
@@ -376,3 +403,28 @@ class Windowed(ContinuedLayer):
             self.past.put((rows.written[:, None], jnp.where(kept, index % size, size)), x)
         row = jnp.concatenate([past, x], axis=1)
         return jnp.where(rows.goes_on[:, None, None], row, jnp.nan)
+
+    def _from_pages(self, past: DecodingState, paging: Paging, tokens: TokenInfo, x: jax.Array) -> jax.Array:
+        """The inputs before the tokens of a block, after these are written. Parts of a prompt are rows of one block, so
+        they see each other's."""
+        batch, width, _ = x.shape
+        table, size = tokens.rows.pages, paging.page_size
+        if table is None:
+            raise ConfigError(
+                f"{self.frame.path}: pages={self.config.pages} requires page tables. Decode with a paged KV cache, or "
+                f"set pages=None"
+            )
+
+        def places(index: jax.Array) -> tuple[jax.Array, jax.Array]:
+            column = jnp.clip(index // size, 0, table.shape[1] - 1)
+            return jnp.take_along_axis(table, column, axis=1), index % size
+
+        index = jnp.broadcast_to(tokens.index, (batch, width))
+        exists = jnp.broadcast_to(True if tokens.valid is None else tokens.valid, (batch, width))
+        page, place = places(index)
+        is_kept = exists & (index >= 0) & (index < table.shape[1] * size)
+        past.put((jnp.where(is_kept, page, paging.num_pages), place), x)
+        start = jnp.where(exists, index, jnp.iinfo(jnp.int32).max - width).min(axis=1, keepdims=True)
+        before = start - self.reach + jnp.arange(self.reach)
+        found = past.whole[(*past.layer, *places(before))].astype(x.dtype)
+        return jnp.where((before >= 0)[..., None], found, 0)

@@ -7,7 +7,9 @@ import pytest
 # Before they are imported, so that a failing assert shows the values that it compares.
 pytest.register_assert_rewrite(*(f"axcore.testing.{module.name}" for module in pkgutil.iter_modules(__path__)))
 
+from axcore.testing.drafter import DrafterSuite  # noqa: E402
 from axcore.testing.feature import FeatureSuite  # noqa: E402
+from axcore.testing.grammar_compiler import GrammarCompilerSuite  # noqa: E402
 from axcore.testing.grouped_matmul import GroupedMatmulSuite  # noqa: E402
 from axcore.testing.kernel import KernelSuite  # noqa: E402
 from axcore.testing.kernel_requests import RequestSuite, training_request  # noqa: E402
@@ -23,7 +25,9 @@ from axcore.testing.recipe import RecipeSuite  # noqa: E402
 from axcore.testing.recurrent import RecurrentSuite  # noqa: E402
 
 __all__ = [
+    "DrafterSuite",
     "FeatureSuite",
+    "GrammarCompilerSuite",
     "GroupedMatmulSuite",
     "KVCacheSuite",
     "KernelSuite",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -17,6 +19,7 @@ class CausalConv(Windowed):
     """
 
     class Config(Windowed.Config):
+        shares_pages: ClassVar[bool] = False  # the states of `Mamba2` are not in pages
         input_dim: ax.PositiveInt = ax.REQUIRED
         width: ax.PositiveInt = ax.REQUIRED
         init: Initializer = FanIn(scale=1 / 3)

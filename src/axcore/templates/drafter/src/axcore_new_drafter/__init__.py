@@ -1,0 +1,1 @@
+"""Drafts from earlier requests, for engines of axcore."""

@@ -1,0 +1,1 @@
+"""Guided decoding by choices, for engines of axcore."""
