@@ -8,6 +8,7 @@ engine, and the share of the bound that the copy bandwidth of the card, measured
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import time
 import traceback
@@ -103,27 +104,18 @@ def case(model: ax.Layer, cache: KVCache.Config, rows: int, given: Any) -> dict[
 
 
 def idle(engine: Engine, rows: int, given: Any) -> dict[str, float]:
-    """The milliseconds of a step in which all rows decode, those in which its kernels run, and the rest of the step as a
-    share. Kernels are traced apart: tracing ends the graphs of kernels, and so takes longer between them."""
-    steps = given.output // 4
-    options = SamplingOptions(temperature=0.0, max_tokens=given.output, ignore_eos=True)
-    streams = [engine.stream(Request(tuple(range(1, given.input + 1)), options)) for _ in range(rows)]
+    """The share of the time in which no kernel runs while all rows decode. Their prompts are computed before, so that
+    the trace has steps of decoding only. Without a trace, graphs of kernels leave less time between them."""
+    prompts = [tuple(range(row, row + given.input)) for row in range(rows)]
 
-    def step() -> None:
-        for stream in streams:
-            next(stream)
+    def run(count: int) -> None:
+        options = SamplingOptions(temperature=0.0, max_tokens=count, ignore_eos=True)
+        engine.generate([Request(prompt, options) for prompt in prompts])
 
-    for _ in range(steps):  # until all prompts are computed
-        step()
-    began = time.perf_counter()
-    for _ in range(steps):
-        step()
-    milliseconds = 1e3 * (time.perf_counter() - began) / steps
-    traced = summary(step, 16)
-    for stream in streams:
-        stream.cancel()
-    busy = traced["step"] - traced["idle"]
-    return {"step_ms": milliseconds, "busy_ms": busy, "idle_share": 1 - busy / milliseconds}
+    run(1)
+    count = given.output // 4
+    traced = summary(functools.partial(run, count), 1)
+    return {"traced_step_ms": traced["step"] / count, "idle_share": traced["idle"] / traced["step"]}
 
 
 def weight_bytes(model: ax.Layer) -> int:

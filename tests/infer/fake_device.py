@@ -326,7 +326,7 @@ class Simulation:
         sequence.is_exported = arrival.is_exported
         sequence.needs_last_token = id in self.scenario.drafting
         if arrival.request.adapter is not None:
-            sequence.adapter = LoadedAdapter(arrival.request.adapter, arrival.adapter_version, slot=0)
+            sequence.adapter = LoadedAdapter(arrival.request.adapter, arrival.adapter_version, 0, "")
         if arrival.is_imported:
             sequence.max_len = self.scheduler.max_len_of(arrival.request)
             sequence.num_computed = len(sequence.tokens)

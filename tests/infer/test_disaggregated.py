@@ -242,7 +242,7 @@ def test_every_dtype_survives(dtype):
     block = np.arange(24, dtype=np.float32).reshape(2, 3, 4).astype(jax.numpy.dtype(dtype))
     state = RowState(5, 4, ({"a.keys": block},), {"b.end": block[:1, :0]})
     file = io.BytesIO()
-    write_handover(Handover("model", (1, 2), state), file)
+    write_handover(Handover("model", "weights", (1, 2), state), file)
     file.seek(0)
     found = read_handover(file).state
     np.testing.assert_array_equal(found.pages[0]["a.keys"], block)
@@ -265,7 +265,7 @@ def test_bytes_that_are_not_a_handover_raise(handover):
         (data[:40], "it ends in its header"),
         (data[:-5], r"it ends in decoder.*values.*bytes. Send it again"),
         (bytes(changed), r"the bytes of decoder.*values.* were changed"),
-        (bytes(version), "it has version 99, but this is 1"),
+        (bytes(version), "it has version 99, but this is 2"),
         (header, "its header is not valid: 'page_size'"),
     ):
         with pytest.raises(AxcoreError, match=message):

@@ -3,6 +3,7 @@
 import concurrent.futures
 import queue
 import time
+from contextlib import ExitStack
 
 import jax
 import numpy as np
@@ -281,6 +282,35 @@ def test_adapters_of_quantized_weights(numerics):
         expected = np.asarray(jax.nn.log_softmax(fn(held, state, row)[0][0][0]))[len(request.ids) - 1 : -1]
         scores = [each.logprob for each in piece.logprobs]
         np.testing.assert_allclose(scores, expected[np.arange(len(scores)), list(piece.ids)], rtol=1e-4, atol=1e-4)
+
+
+def test_handovers_between_engines_have_the_weights_of_the_adapter(model):
+    """The engines differ in their room and slots, and the decoding engine has two wrong adapters."""
+    flat, structure = jax.tree.flatten(A.params)
+    near = Adapter(A.cfg, structure.unflatten([*flat[:-1], flat[-1].at[-1, -1].add(0.5)]))
+    wide = LoRAAdapters.Config(max_adapters=4, max_rank=6)
+    ids = prompts((7,))[0]
+    with started(model, adapters=wide) as prefill, started(model) as alone, ExitStack() as stack:
+        for name, given in (("b", B), ("near", near), ("swapped", B), ("a", A)):
+            prefill.load_adapter(name, given)
+        decoding = stack.enter_context(
+            Engine.Config(max_len=MAX_LEN, max_rows=4, step_tokens=20, adapters=LoRAAdapters.Config(max_rank=5)).build(
+                model, prefill=prefill
+            )
+        )
+        for name, given in (("a", A), ("near", A), ("swapped", A)):
+            decoding.load_adapter(name, given)
+        alone.load_adapter("a", A)
+        for name in ("a", None):
+            request = Request(ids, GREEDY, adapter=name)
+            assert decoding.generate([request])[0].ids == alone.generate([request])[0].ids
+        for name in ("near", "swapped"):
+            with pytest.raises(ConfigError, match=rf"handover: request.adapter='{name}' has the weights \w{{16}} in"):
+                decoding.generate([Request(ids, GREEDY, adapter=name)])
+        decoding.unload_adapter("a")
+        decoding.load_adapter("b", B)
+        request = Request(ids, GREEDY, adapter="b")
+        assert len(decoding.generate([request])[0].ids) == 9
 
 
 @pytest.mark.parametrize("unstack", [True, False])

@@ -63,6 +63,15 @@ class Adapters(Configurable, abc.ABC):
         """
 
     @abc.abstractmethod
+    def identity(self, arrays: Tree) -> str:
+        """Identifies an adapter by all of its values, so that an engine continues only prompts of the same adapter. It
+        is the same in engines with more slots or room for larger adapters.
+
+        Args:
+            arrays: as returned by `arrays`.
+        """
+
+    @abc.abstractmethod
     def write(self, state: Tree, arrays: Tree, slot: Int[Array, ""]) -> Tree:
         """Puts an adapter into a slot. The function is jitted, and the state is donated.
 

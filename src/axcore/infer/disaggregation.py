@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Shaped
 
 from axcore.config import AxcoreError, ConfigError, flatten
-from axcore.infer.handover import DeliverHandover, Handover, Prefill
+from axcore.infer.handover import DeliverHandover, Export, Handover, Prefill
 from axcore.infer.requests import Piece, Request
 from axcore.infer.row_state import RowState, StateLayout
 from axcore.infer.streams import Deliver
@@ -39,7 +39,7 @@ class Queue(Protocol):
         *,
         sample: int,
         handover: Handover | None = None,
-        export: Callable[[Piece, RowState], None] | None = None,
+        export: Export | None = None,
     ) -> Callable[[], None]: ...
 
 
@@ -101,14 +101,16 @@ class Handovers:
         request = dataclasses.replace(request, options=first)
         self._check(request)
 
-        def exported(piece: Piece, state: RowState) -> None:
+        def exported(piece: Piece, state: RowState, adapter: str | None) -> None:
             logprob = piece.logprobs[0] if piece.logprobs else None
-            deliver(Handover(self._identity.text, request.ids + piece.ids, state, logprob, piece.prompt_logprobs))
+            ids = request.ids + piece.ids
+            deliver(Handover(self._identity.text, adapter, ids, state, logprob, piece.prompt_logprobs))
 
         return self._queue(request, deliver, sample=sample, export=exported)
 
     def resume(self, request: Request, handover: Handover, deliver: Deliver, *, sample: int) -> Callable[[], None]:
-        """Continues a request whose prompt another engine has computed. It delivers the first token, too.
+        """Continues a request whose prompt another engine has computed. It delivers the first token, too, or an error
+        if the other engine has other weights of the adapter.
 
         Args:
             request: the request that was exported.

@@ -22,13 +22,13 @@ from axcore.infer.embeddings import normalized
 from axcore.infer.engine_checks import check_config, checked_host_limits
 from axcore.infer.grammar import GrammarCompiler
 from axcore.infer.guide import Grammars
-from axcore.infer.handover import DeliverHandover, Handover, Prefill
+from axcore.infer.handover import DeliverHandover, Export, Handover, Prefill
 from axcore.infer.loaded_adapters import LoadedAdapters
 from axcore.infer.loop import EngineLoop
 from axcore.infer.pages import PagePool
 from axcore.infer.programs import Programs
 from axcore.infer.requests import Piece, Pooling, Request, SamplingOptions, TokenLogprob
-from axcore.infer.row_state import RowState, StateLayout
+from axcore.infer.row_state import StateLayout
 from axcore.infer.runner import Runner
 from axcore.infer.sampling import Method
 from axcore.infer.scheduler import Scheduler, SchedulerLimits
@@ -244,10 +244,12 @@ class Engine(config.Configurable):
             error.add_note(f"while loading the adapter {name!r}")
             raise
 
+        identity = self._adapters.identity(arrays)
+
         def load() -> None:
             slot = self._loaded.free_slot(name, self._scheduler.adapters)
             self._programs.write_adapter(arrays, slot)
-            self._loaded.add(name, slot)
+            self._loaded.add(name, slot, identity)
 
         self._loop.in_thread(load)
 
@@ -335,7 +337,7 @@ class Engine(config.Configurable):
         *,
         sample: int,
         handover: Handover | None = None,
-        export: Callable[[Piece, RowState], None] | None = None,
+        export: Export | None = None,
     ) -> Callable[[], None]:
         """See `axcore.infer.disaggregation.Queue`."""
         text = guide = None

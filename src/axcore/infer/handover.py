@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from axcore.config import AxcoreError, ConfigError
+from axcore.infer.loaded_adapters import LoadedAdapter
 from axcore.infer.requests import Piece, Request, TokenLogprob
 from axcore.infer.row_state import RowState
 
@@ -17,6 +18,7 @@ class Handover:
 
     Attributes:
         model: identifies the model and its weights; see `ModelIdentity`.
+        adapter: identifies the weights of the adapter of the request; see `Adapters.identity`. None: no adapter.
         ids: the prompt and the first token of the output.
         state: the decoding state of the prompt, on a device or on the host.
         logprob: the log-probability of the first token, if the request asks for it.
@@ -24,6 +26,7 @@ class Handover:
     """
 
     model: str
+    adapter: str | None
     ids: tuple[int, ...]
     state: RowState
     logprob: TokenLogprob | None = None
@@ -46,6 +49,21 @@ class Handover:
                 f"the {len(request.ids)} of the prompt and the first of the output. Resume the exported request"
             )
 
+    def check_adapter(self, loaded: LoadedAdapter | None) -> None:
+        """Checks that the prompt was computed with the adapter that continues it.
+
+        Raises:
+            ConfigError: it was not.
+        """
+        if loaded is not None and loaded.identity != self.adapter:
+            raise ConfigError(
+                f"handover: request.adapter={loaded.name!r} has the weights {self.adapter} in the engine that computed "
+                f"the prompt, but {loaded.identity} in this engine. Load the same adapter in both"
+            )
+
+
+Export = Callable[[Piece, RowState, str | None], None]
+"""Receives the first token of a sample, the state of its prompt, and the identity of its adapter."""
 
 DeliverHandover = Callable[[Handover | Piece | AxcoreError], None]
 """Receives the handover of a request; an empty `Piece` if it was cancelled; or the error that ends it. It runs in the

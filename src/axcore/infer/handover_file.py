@@ -16,7 +16,7 @@ from axcore.infer.handover import Handover
 from axcore.infer.requests import TokenLogprob
 from axcore.infer.row_state import RowState
 
-VERSION = 1
+VERSION = 2
 """The version of the format of `write_handover`. Engines exchange handovers of the same version only."""
 
 _MAGIC = b"axcore-handover\n"
@@ -32,6 +32,7 @@ def write_handover(handover: Handover, file: BinaryIO) -> None:
     arrays = list(_arrays(state))
     header = {
         "model": handover.model,
+        "adapter": handover.adapter,
         "ids": handover.ids,
         "num_tokens": state.num_tokens,
         "page_size": state.page_size,
@@ -83,6 +84,7 @@ def read_handover(file: BinaryIO) -> Handover:
         scores = header["prompt_logprobs"]
         return Handover(
             str(header["model"]),
+            None if header["adapter"] is None else str(header["adapter"]),
             tuple(map(int, header["ids"])),
             RowState(
                 int(header["num_tokens"]),

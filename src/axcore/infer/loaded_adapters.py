@@ -15,11 +15,13 @@ class LoadedAdapter(NamedTuple):
         name: its name in requests.
         version: a number that no other adapter of the engine has had, also not one of the same name.
         slot: its slot.
+        identity: identifies its weights, also in other engines; see `Adapters.identity`.
     """
 
     name: str
     version: int
     slot: int
+    identity: str
 
     @property
     def key(self) -> str:
@@ -91,10 +93,10 @@ class LoadedAdapters:
             f"for their end, or raise engine.adapters.max_adapters={self.num_slots}"
         )
 
-    def add(self, name: str, slot: int) -> LoadedAdapter:
+    def add(self, name: str, slot: int, identity: str) -> LoadedAdapter:
         """Records that an adapter is in a slot. It replaces one of the same name."""
         self._num_loaded += 1
-        new = LoadedAdapter(name, self._num_loaded, slot)
+        new = LoadedAdapter(name, self._num_loaded, slot, identity)
         self._by_name = {**self._by_name, name: new}
         return new
 

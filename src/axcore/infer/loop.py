@@ -16,10 +16,9 @@ import numpy as np
 from axcore.config import AxcoreError, ConfigError
 from axcore.infer.embeddings import PooledStates
 from axcore.infer.guide import Guide
-from axcore.infer.handover import Handover
+from axcore.infer.handover import Export, Handover
 from axcore.infer.loaded_adapters import LoadedAdapters
 from axcore.infer.requests import Piece, Request, TokenLogprob
-from axcore.infer.row_state import RowState
 from axcore.infer.runner import Runner, Seed
 from axcore.infer.sampling import Method, seed_words
 from axcore.infer.scheduler import Scheduler
@@ -83,7 +82,7 @@ class EngineLoop:
         *,
         sample: int,
         handover: Handover | None = None,
-        export: Callable[[Piece, RowState], None] | None = None,
+        export: Export | None = None,
     ) -> Callable[[], None]:
         """Queues a checked request. For the other arguments, the result and the errors see `Engine.submit`.
 
@@ -91,8 +90,7 @@ class EngineLoop:
             text: converts the tokens of the sample to text.
             guide: follows the grammar of the sample.
             handover: the prompt and the first token, which another engine has computed.
-            export: receives the first token and the state of the prompt, in place of a call of `deliver`. The sample
-                ends with its first token.
+            export: is called in place of `deliver`. The sample ends with its first token.
         """
         sequence = Sequence(next(self._numbers), request, self._eos_ids)
         is_drafted = self._drafter is not None and request.pooling is None
@@ -225,6 +223,11 @@ class EngineLoop:
         """Adds a sample whose prompt and first token are known, and delivers the token."""
         if not self._has_adapter(sample):
             return
+        try:
+            handover.check_adapter(sample.sequence.adapter)
+        except ConfigError as error:
+            self._send(sample, error)
+            return
         sequence, scores = sample.sequence, handover.prompt_logprobs or ()
         sequence.max_len = self._scheduler.max_len_of(sequence.request)
         sequence.num_computed, sequence.num_cached = len(sequence.tokens), 0
@@ -334,7 +337,8 @@ class EngineLoop:
         for number in [number for number in self._exports if number in exported]:
             (sample, piece), state = self._exports.pop(number), exported.pop(number)
             assert sample.export is not None
-            self._call(sample, functools.partial(sample.export, piece, state))
+            adapter = None if sample.sequence.adapter is None else sample.sequence.adapter.identity
+            self._call(sample, functools.partial(sample.export, piece, state, adapter))
 
     def _stop(self, sequence: Sequence) -> None:
         """Ends a sequence with its last token, which may also be the last one by its length."""
@@ -371,6 +375,6 @@ class _Sample:
     text: TextStream | None
     guide: Guide | None
     pooled: PooledStates | None
-    export: Callable[[Piece, RowState], None] | None
+    export: Export | None
     scores: dict[int, TokenLogprob] = dataclasses.field(default_factory=dict)
     """The log-probabilities of the prompt so far, by position."""

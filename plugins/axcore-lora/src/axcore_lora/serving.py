@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import pathlib
 from typing import Any
 
@@ -99,6 +100,17 @@ class LoRAAdapters(Adapters):
                 f"of another model"
             )
         return found
+
+    def identity(self, arrays: Tree) -> str:
+        digest = hashlib.blake2b(digest_size=8)
+        for path, each in sorted(_by_path(arrays).items(), key=lambda item: dotted(item[0])):
+            used = np.flatnonzero(np.any(each["b"] != 0, axis=-1))
+            if used.size:  # the rest of the rank is padding; without any, the adapter does not change the layer
+                rank = used[-1] + 1
+                digest.update(f"{dotted(path)} {each['a'].dtype} {rank}\n".encode())
+                for part in (each["a"][..., :rank], each["b"][..., :rank, :]):
+                    digest.update(np.ascontiguousarray(part).tobytes())
+        return digest.hexdigest()
 
     def write(self, state: Tree, arrays: Tree, slot: jax.Array) -> Tree:
         new = dict(state)
