@@ -2,12 +2,14 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import gc
 import itertools
 import queue
 import subprocess
 import sys
 import threading
+import time
 
 import jax
 import numpy as np
@@ -270,6 +272,21 @@ def test_close_ends_samples_and_frees_the_caches(model):
         stream.result()
     assert not engine._loop._thread.is_alive()
     assert num_live_bytes() < before + 10_000
+
+
+def test_close_ends_a_warm_up_after_the_programs_that_compile(short_lived, monkeypatch):
+    closing = threading.Thread(target=short_lived.close)
+
+    def compile(*_, **__):
+        with contextlib.suppress(RuntimeError):  # another program has started it
+            closing.start()
+        while not short_lived.is_closed:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile)
+    with pytest.raises(AxcoreError, match="the engine was closed"):
+        short_lived.warm_up()
+    closing.join()
 
 
 def test_a_callback_that_raises_ends_only_its_sample(short_lived, recomputed, caplog):

@@ -168,6 +168,12 @@ def renamed(old, new):
         ({"a_new_field": 3}, None, "a_new_field=3 is not supported"),
         ({"r": 0}, None, "r=0 must be a positive number"),
         ({"lora_alpha": "8"}, None, "lora_alpha='8' must be a positive number"),
+        ({"lora_alpha": 10**400}, None, "must be a positive number"),
+        ({"lora_alpha": 1e300}, None, "lora_alpha=1e+300 must be a positive number"),
+        ({"lora_dropout": "x"}, None, "lora_dropout='x' must be a number of at least 0 and below 1"),
+        ({"lora_dropout": 1.5}, None, "lora_dropout=1.5 must be a number of at least 0 and below 1"),
+        ({"rank_pattern": {"(": 2}}, None, "rank_pattern: '(' is not a regular expression (missing )"),
+        ({"alpha_pattern": {"*": 2}}, None, "alpha_pattern: '*' is not a regular expression (nothing to repeat"),
         ({"r": 4}, None, " has rank 4 there, but 3 in adapter_model.safetensors"),
         ({}, renamed("q_proj", "qproj"), "model.layers.0.self_attn.qproj is not a module of Llama. Did you mean"),
         ({}, renamed("self_attn.q_proj", "input_layernorm"), "input_layernorm is not a module of Llama"),
@@ -177,6 +183,8 @@ def renamed(old, new):
         ({}, lambda held: {k: v for k, v in held.items() if "lora_A" in k}, "has only one of lora_A and lora_B"),
         ({}, lambda _: {}, "has no tensors"),
         ({}, lambda held: {k: v * np.float32(np.nan) for k, v in held.items()}, "has values that are not finite"),
+        ({}, lambda held: {k: v.astype(np.int32) for k, v in held.items()}, "has the dtype int32, expected floats"),
+        ({}, lambda held: {**held, **renamed("base_model.model.", "")(held)}, "with and without 'base_model.model.'"),
         ({}, lambda held: {k: v[..., :2, :2].copy() for k, v in held.items()}, "expected [rank, 16] and [24, rank]"),
     ],
 )  # fmt: skip
@@ -195,9 +203,10 @@ def test_case_files_that_are_missing_or_damaged_are_refused(tmp_path):
     (folder / TENSORS).unlink()
     with pytest.raises(AxcoreError, match=r"does not exist. Save the adapter with safe_serialization=True"):
         Adapter.read(folder, model=model_of("llama"))
-    (folder / CONFIG).write_text("{")
-    with pytest.raises(AxcoreError, match="Give a folder that PEFT has written"):
-        Adapter.read(folder, model=model_of("llama"))
+    for text in ("{", "[" * 100_000):
+        (folder / CONFIG).write_text(text)
+        with pytest.raises(AxcoreError, match="Give a folder that PEFT has written"):
+            Adapter.read(folder, model=model_of("llama"))
 
 
 @pytest.mark.long

@@ -28,7 +28,7 @@ class Compiler:
 
         return call
 
-    def compile(self, calls: Iterable[Callable[[], object]]) -> None:
+    def compile(self, calls: Iterable[Callable[[], object]], check: Callable[[], None] = lambda: None) -> None:
         """Compiles programs, or reads them from the folder of compiled programs. The same calls then compile nothing.
 
         JAX traces in Python, one program after another, and the others compile meanwhile. Programs that compile at the
@@ -37,14 +37,20 @@ class Compiler:
         Args:
             calls: each calls one jitted function, and returns or changes nothing before. The functions are traced, but
                 do not run.
+            check: is called before each program is traced, and again after each is compiled. If it raises, or a program
+                fails, no further program is compiled.
         """
-        self._is_tracing = True
+        self._is_tracing, pool, started = True, ThreadPoolExecutor(os.cpu_count()), []
         try:
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                for compiling in [pool.submit(_traced(call).compile) for call in calls]:
-                    compiling.result()
+            for call in calls:
+                check()
+                started.append(pool.submit(_traced(call).compile))
+            for compiling in started:
+                compiling.result()
+                check()
         finally:
             self._is_tracing = False
+            pool.shutdown(cancel_futures=True)
 
 
 class _TracedError(Exception):

@@ -504,6 +504,7 @@ class Engine(config.Configurable):
 
         Raises:
             ConfigError: `embeddings` is set, and the model has none.
+            AxcoreError: the engine is closed meanwhile.
         """
         if embeddings:
             self._check_embeddings()
@@ -518,7 +519,8 @@ class Engine(config.Configurable):
         )
 
     def close(self) -> None:
-        """Ends the engine and frees its caches. Unfinished samples get an error.
+        """Ends the engine and frees its caches. Unfinished samples get an error. A warm-up ends with an error after the
+        programs that compile at that moment.
 
         It may be called from any thread, also more than once. In `deliver`, it does not wait for the end.
         """

@@ -110,7 +110,7 @@ class EngineLoop:
         grammars: bool,
         transfers: bool,
     ) -> None:
-        """See `Runner.warm_up`."""
+        """See `Runner.warm_up`. It ends early if the loop is closed meanwhile."""
         self.in_thread(
             functools.partial(
                 self._runner.warm_up,
@@ -119,6 +119,7 @@ class EngineLoop:
                 embeddings=embeddings,
                 grammars=grammars,
                 transfers=transfers,
+                check=self._check_open,
             )
         )
         if self._drafter is not None:
@@ -151,8 +152,7 @@ class EngineLoop:
 
         def run() -> None:
             try:
-                if self.is_closed:
-                    raise AxcoreError("the engine was closed") from self._failure
+                self._check_open()
                 work()
             except BaseException as error:
                 done.put(error)
@@ -164,6 +164,10 @@ class EngineLoop:
             raise error
 
     # What follows runs in the thread.
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise AxcoreError("the engine was closed") from self._failure
 
     def _serve(self) -> None:
         flight: StepInFlight | None = None

@@ -127,6 +127,7 @@ class Runner:
         embeddings: bool,
         grammars: bool,
         transfers: bool,
+        check: Callable[[], None],
     ) -> None:
         """Compiles the programs of every bucket, by running padding. The state does not change.
 
@@ -136,6 +137,7 @@ class Runner:
             embeddings: whether to compile the programs for embeddings.
             grammars: whether to compile the programs that sample with a grammar, for the method `full`.
             transfers: whether to compile the programs that move decoding state.
+            check: raises to end the warm-up early; see `Compiler.compile`.
         """
         models = [functools.partial(self._programs.logits, call) for call in self._model_calls()]
         others: list[Callable[[], object]] = [functools.partial(self._programs.count, self._decoder.batch_size, (), 0)]
@@ -149,7 +151,7 @@ class Runner:
                     models.append(functools.partial(self._scored, rows, np.zeros((1, width), np.int32)))
                 if embeddings:
                     others.append(functools.partial(self._programs.embedded, rows))
-        self._programs.compiler.compile([*models, *others])
+        self._programs.compiler.compile([*models, *others], check)
         # Programs may differ in the shardings of their logits.
         logits = {(found.shape, found.sharding): found for found in (call() for call in models)}
         samplers: list[Callable[[], object]] = []
@@ -166,7 +168,7 @@ class Runner:
                 else:
                     drafts = np.full((found.shape[0], self._num_drafts), NO_DRAFT, np.int32)
                     samplers.append(functools.partial(self._verify, found, drafts, [token] * size, method))
-        self._programs.compiler.compile(samplers)
+        self._programs.compiler.compile(samplers, check)
         for call in (*others, *samplers):
             call()
         self._programs.warm_up_adapters()

@@ -32,18 +32,42 @@ class _Rows(NamedTuple):
     """The rows of a block in the state of a layer.
 
     Attributes:
-        slots: the slot of each row.
-        written: the same, but out of range for rows that are not written: those without tokens, and those that do not
-            continue their state.
+        slots: the slot of each row; None: row i of the call is in slot i, for all slots.
+        is_written: false for rows that are not written: those without tokens, and those that do not continue their
+            state.
         start, stop: the number of tokens of each row before and after the call.
         goes_on: whether each row starts again or continues its state.
     """
 
-    slots: Int[Array, " rows"]
-    written: Int[Array, " rows"]
+    slots: Int[Array, " rows"] | None
+    is_written: Bool[Array, " rows"]
     start: Int[Array, " rows"]
     stop: Int[Array, " rows"]
     goes_on: Bool[Array, " rows"]
+
+    def read(self, state: DecodingState, place: Int[Array, "rows places"]) -> Shaped[Array, "rows places ..."]:
+        """Places of each row of an array [slots, places, ...]."""
+        held = state[...]
+        if held.shape[1] == place.shape[1] == 1:
+            return held if self.slots is None else held[self.slots]
+        if self.slots is not None:
+            found: jax.Array = held[self.slots[:, None], place]
+            return found
+        return jnp.take_along_axis(held, place.reshape(*place.shape, *(1,) * (held.ndim - 2)), axis=1)
+
+    def write(
+        self, state: DecodingState, place: Int[Array, "rows places"], values: Shaped[Array, "rows places ..."]
+    ) -> None:
+        """Writes places of each row. Those out of range are dropped."""
+        size = state.whole.shape[len(state.layer)]
+        slots = jnp.arange(size, dtype=jnp.int32) if self.slots is None else self.slots
+        if self.slots is not None or place.shape[1] > 1:
+            state.put((jnp.where(self.is_written, slots, size)[:, None], place), values)
+            return
+        held = state[...]  # without a scatter, XLA updates all slots in one loop
+        chosen = (jnp.arange(held.shape[1]) == place) & self.is_written[:, None]
+        chosen = chosen.reshape(*chosen.shape, *(1,) * (held.ndim - 2))
+        state[...] = jnp.where(chosen, values.astype(held.dtype), held)
 
 
 class ContinuedLayer(Layer):
@@ -67,10 +91,10 @@ class ContinuedLayer(Layer):
     span: DecodingState | None
 
     def _make_span(self) -> None:
-        """Creates the state that tells after how many tokens each row can be continued: [slots, least and most]."""
+        """Creates the state that tells after how many tokens each row can be continued: [slots, 1, least and most]."""
         self.span = nnx.data(None)
         if self.config.batch_size is not None:
-            self.span = DecodingState(jnp.zeros((self.config.batch_size, 2), jnp.int32), axes=("batch", None))
+            self.span = DecodingState(jnp.zeros((self.config.batch_size, 1, 2), jnp.int32), axes=("batch", None, None))
 
     def _continue(self, tokens: TokenInfo, batch: int) -> _Rows:
         """The rows that a block continues. Updates `span`."""
@@ -86,18 +110,17 @@ class ContinuedLayer(Layer):
                 f"{self.frame.path}: {type(self).__name__} was given segment_ids while decoding, but a row that is "
                 f"continued is one document. Leave them out"
             )
-        slots = jnp.arange(batch, dtype=jnp.int32) if cached.slots is None else cached.slots
         index = jnp.broadcast_to(tokens.index, (batch, tokens.index.shape[1]))
         exists = True if tokens.valid is None else tokens.valid
         start = jnp.where(exists, index, jnp.iinfo(jnp.int32).max).min(axis=1)
         stop = jnp.where(exists, index, -1).max(axis=1) + 1
-        least, most = jnp.moveaxis(self.span[...][slots], -1, 0)
-        is_empty = stop == 0
-        goes_on = is_empty | (start == 0) | ((least <= start) & (start <= most))
-        written = jnp.where(goes_on & ~is_empty, slots, cfg.batch_size)
+        held = self.span[...] if cached.slots is None else self.span[...][cached.slots]
+        least, most = jnp.moveaxis(held[:, 0], -1, 0)
+        goes_on = (stop == 0) | (start == 0) | ((least <= start) & (start <= most))
+        rows = _Rows(cached.slots, goes_on & (stop > 0), start, stop, goes_on)
         least = jnp.maximum(jnp.where(start == 0, 0, least), stop - cfg.max_rollback)
-        self.span.put((written,), jnp.stack([least, stop], axis=1))
-        return _Rows(slots, written, start, stop, goes_on)
+        rows.write(self.span, jnp.zeros((batch, 1), jnp.int32), jnp.stack([least, stop], axis=1)[:, None])
+        return rows
 
 
 class Recurrent(ContinuedLayer):
@@ -200,36 +223,20 @@ class Recurrent(ContinuedLayer):
                 {name: jnp.zeros((batch, *shape), dtype) for name, shape, dtype in self.carried}, documents, *inputs
             )[0]
         rows, size = self._continue(tokens, batch), 1 + self.config.max_rollback
-        in_place = size == 1 and tokens.rows.slots is None
-        before = {name: self._read(name, rows, in_place=in_place) for name, *_ in self.carried}
+        before = {name: self._read(name, rows) for name, *_ in self.carried}
         if size == 1:
             y, after = self.advance(before, documents, *inputs)
-            for name, value in after.items():
-                self._write(self._state(name), rows, value, in_place=in_place)
+            kept, numbers = {name: value[:, None] for name, value in after.items()}, rows.stop[:, None]
         else:
             y, kept, numbers = self._one_by_one(rows, before, documents, *inputs)
-            place = jnp.where(numbers < 0, size, numbers % size)  # `size` is out of range
-            for name, value in kept.items():
-                self._state(name).put((rows.written[:, None], place), value)
+        place = jnp.where(numbers < 0, size, numbers % size)  # `size` is out of range
+        for name, value in kept.items():
+            rows.write(getattr(self, name), place, value)
         return jnp.where(rows.goes_on.reshape(-1, *(1,) * (y.ndim - 1)), y, jnp.nan)
 
-    def _write(self, state: DecodingState, rows: _Rows, value: jax.Array, *, in_place: bool) -> None:
-        """Writes the only kept state of each row. `in_place`: row i of the call is in slot i."""
-        if not in_place:
-            state.put((rows.written, jnp.zeros_like(rows.written)), value)
-            return
-        is_written = (rows.written == rows.slots).reshape(-1, *(1,) * value.ndim)
-        state[...] = jnp.where(is_written, value[:, None].astype(state.whole.dtype), state[...])
-
-    def _state(self, name: str) -> DecodingState:
-        found: DecodingState = getattr(self, name)
-        return found
-
-    def _read(self, name: str, rows: _Rows, *, in_place: bool) -> jax.Array:
-        """A carried array before the tokens of each row. `in_place`: row i of the call is in slot i, and the state of
-        one number of tokens is kept."""
-        held = self._state(name)[...]
-        found = held[:, 0] if in_place else held[rows.slots, rows.start % held.shape[1]]
+    def _read(self, name: str, rows: _Rows) -> jax.Array:
+        """A carried array before the tokens of each row."""
+        found = rows.read(getattr(self, name), rows.start[:, None] % (1 + self.config.max_rollback))[:, 0]
         return jnp.where((rows.start > 0).reshape(-1, *(1,) * (found.ndim - 1)), found, 0)
 
     def _one_by_one(
@@ -391,7 +398,7 @@ class Windowed(ContinuedLayer):
         rows, size = self._continue(tokens, batch), self.past[...].shape[1]
         before = rows.start[:, None] - self.reach + jnp.arange(self.reach)
         if size:
-            past = self.past[...][rows.slots[:, None], before % size]
+            past = rows.read(self.past, before % size)
         else:
             past = jnp.zeros((batch, 0, features), x.dtype)
         past = jnp.where((before >= 0)[..., None], past, 0).astype(x.dtype)
@@ -400,7 +407,7 @@ class Windowed(ContinuedLayer):
         if tokens.valid is not None:
             kept &= tokens.valid
         if size:
-            self.past.put((rows.written[:, None], jnp.where(kept, index % size, size)), x)
+            rows.write(self.past, jnp.where(kept, index % size, size), x)
         row = jnp.concatenate([past, x], axis=1)
         return jnp.where(rows.goes_on[:, None, None], row, jnp.nan)
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from axcore.config import AxcoreError
@@ -36,6 +37,8 @@ NO_EFFECT = frozenset(
 """Fields that do not change what a saved adapter computes."""
 INITIAL = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the weights of the base model alone."""
+SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max) / 2**16
+"""Limits of numbers: alpha times the square root of a rank is a float32."""
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
 
 
@@ -140,7 +143,7 @@ def _fields(file: pathlib.Path) -> dict[str, Any]:
     """
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise AxcoreError(f"{file}: {error}. Give a folder that PEFT has written") from error
     if not isinstance(fields, dict) or fields.get("peft_type") != "LORA":
         kind = fields.get("peft_type") if isinstance(fields, dict) else fields
@@ -159,6 +162,17 @@ def _fields(file: pathlib.Path) -> dict[str, Any]:
         pattern = fields.get(name) or {}
         if not isinstance(pattern, dict) or not all(map(_is_number, pattern.values())):
             raise AxcoreError(f"{file}: {name}={pattern!r} must map names of modules to positive numbers")
+        for key in pattern:
+            try:
+                re.compile(_pattern(key))
+            except re.error as error:
+                raise AxcoreError(
+                    f"{file}: {name}: {key!r} is not a regular expression ({error}). Correct it, or save the adapter "
+                    f"again"
+                ) from error
+    dropout = fields.get("lora_dropout") or 0.0
+    if not (_is_number(dropout) or dropout == 0) or not dropout < 1:
+        raise AxcoreError(f"{file}: lora_dropout={dropout!r} must be a number of at least 0 and below 1")
     return fields
 
 
@@ -172,7 +186,13 @@ _REMEDIES = {
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    """Whether a field is a positive number, also in float32."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and SMALLEST <= value <= LARGEST
+
+
+def _pattern(key: str) -> str:
+    """The regular expression of the names of modules for a key of `rank_pattern` or `alpha_pattern`, as in PEFT."""
+    return rf"(.*\.)?({key})$"
 
 
 def _config(fields: Mapping[str, Any], module: str, rank: int, file: pathlib.Path) -> LoRA.Config:
@@ -184,7 +204,7 @@ def _config(fields: Mapping[str, Any], module: str, rank: int, file: pathlib.Pat
 
     def of(pattern: str, default: Any) -> Any:
         found = fields.get(pattern) or {}
-        key = next((key for key in found if re.match(rf"(.*\.)?({key})$", module)), None)  # as PEFT does
+        key = next((key for key in found if re.match(_pattern(key), module)), None)
         return default if key is None else found[key]
 
     if (expected := of("rank_pattern", fields["r"])) != rank:
@@ -214,9 +234,16 @@ def _factors(file: pathlib.Path) -> dict[str, Factors]:
         if match is None:
             kind = "an embedding" if ".lora_embedding_" in name else "another kind"
             raise AxcoreError(f"{file}: the tensor {name} is of {kind}, not LoRA of a linear layer. {_MERGE}")
-        if not np.isfinite(array := _f32(array)).all():
-            raise AxcoreError(f"{file}: {name} has values that are not finite. Check the training run")
-        found.setdefault(match["module"], {})[match["factor"]] = array
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise AxcoreError(f"{file}: {name} has the dtype {array.dtype}, expected floats. Save the adapter again")
+        with np.errstate(over="ignore"):  # the next check finds it
+            array = _f32(array)
+        if not np.isfinite(array).all():
+            raise AxcoreError(f"{file}: {name} has values that are not finite in float32. Check the training run")
+        factors = found.setdefault(match["module"], {})
+        if match["factor"] in factors:
+            raise AxcoreError(f"{file} has {name} with and without {PREFIX!r}. Save the adapter again")
+        factors[match["factor"]] = array
     if half := [module for module, each in found.items() if len(each) < 2]:
         raise AxcoreError(f"{file}: {half[0]} has only one of lora_A and lora_B. Save the adapter again")
     if not found:
