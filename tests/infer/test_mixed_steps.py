@@ -154,7 +154,7 @@ def test_a_burst_changes_the_steps_and_no_token(calls):
         found.append(run(model, PAGED, prompts, step_tokens=16, burst_tokens=burst_tokens))
         assert (max(prefill for _, prefill in calls) > 1) == (burst_tokens is not None), calls
     assert [piece.ids for piece in found[0]] == [piece.ids for piece in found[1]]
-    with pytest.raises(ax.ConfigError, match=r"engine\.burst_tokens=36 requires .* a cache with pages"):
+    with pytest.raises(ax.ConfigError, match=r"engine\.burst_tokens=36 requires a cache with pages"):
         run(model, ContiguousCache.Config(), prompts, step_tokens=16, burst_tokens=36)
 
 
