@@ -54,7 +54,7 @@ def product(
     rounding = x.dtype if x.dtype.itemsize < weight.dtype.itemsize else None
     x = x if rounding is None else x.astype(jnp.float32)
     words = _words(weight)
-    row = _words(x).reshape(words.shape[1], -1).T  # [words of x for each word of the matrix, words]
+    row = _row(x, words.shape[1])
     operands = [row, words]
     operands += [jnp.full(1, _MAGIC, jnp.int32)] if weight.dtype == jnp.int8 else []
     operands += [] if scales is None else [scales]
@@ -86,6 +86,19 @@ def _words(x: Shaped[Array, "*shape length"]) -> Int32[Array, "*shape words"]:
     """The same memory as integers of 4 bytes."""
     each = 4 // x.dtype.itemsize
     return lax.bitcast_convert_type(x if each == 1 else x.reshape(*x.shape[:-1], -1, each), jnp.int32)
+
+
+def _row(x: Shaped[Array, " input_dim"], words: int) -> Int32[Array, "each words"]:
+    """x as words: in column i those of the elements that word i of a column of the matrix multiplies.
+
+    XLA computes the bit operations in the kernel that makes x, but would transpose words in a kernel of its own.
+    """
+    each = 4 // x.dtype.itemsize
+    if x.size == words * each:
+        return _words(x)[None]
+    bits = lax.bitcast_convert_type(x, f"uint{32 // each}").astype(jnp.uint32).reshape(words, -1, each)
+    made = functools.reduce(jnp.bitwise_or, [bits[..., at] << (32 // each * at) for at in range(each)])
+    return lax.bitcast_convert_type(made.T, jnp.int32)
 
 
 def _kernel(
