@@ -58,13 +58,20 @@ def test_the_output_matches_the_regular_expression_the_schema_a_choice_or_the_ru
         ("--regex a --grammars llguidence", "no installed plugin offers the grammar compiler 'llguidence'. Did you"),
         ("--regex a --cache none", "only with a KV cache, but --cache is none"),
         ("--choice=", "--choice: sampling.grammar: choice [''] must be a list of strings, at least one and none empty"),
+        (
+            "--regex a\udcff",
+            "--regex: sampling.grammar: 'a\\udcff' has a surrogate, '\\udcff', which is not a character",
+        ),
+        ("--choice a --choice \ud800", '--choice: sampling.grammar: \'["a", "\\ud800"]\' has a surrogate'),
         ("--json-schema nowhere", "--json-schema nowhere: [Errno 2] No such file or directory"),
+        ("--json-schema HERE/half", '--json-schema: sampling.grammar: \'onst": "\\ud800"}\' has a surrogate'),
         ("--json-schema HERE/bad", "--json-schema: sampling.grammar: the json_schema is not JSON"),
         ("--grammar HERE", "Give the path of a text file"),
     ],
 )
 def test_case_flags_that_do_not_fit_fail_before_the_model_is_loaded(axcore, tmp_path, flags, message):
     (tmp_path / "bad").write_text("{")
+    (tmp_path / "half").write_text(json.dumps({"const": "\ud800"}))
     flags = flags.replace("HERE", str(tmp_path)).split(" ")
     assert message in axcore("generate", "no-such-model", "--prompt", "p", *flags).message
 

@@ -36,7 +36,7 @@ class Grammar:
             grammar in the syntax of Lark or of GBNF.
 
     Raises:
-        ConfigError: the kind is unknown, the schema is not JSON, or there is no choice.
+        ConfigError: the kind is unknown, the schema is not JSON, there is no choice, or the text has a surrogate.
     """
 
     kind: GrammarKind
@@ -47,11 +47,13 @@ class Grammar:
             raise ConfigError(f"sampling.grammar: kind={self.kind!r} is unknown. Use one of {', '.join(_KINDS)}")
         if not isinstance(self.text, str):
             raise ConfigError(f"sampling.grammar: text={self.text!r} must be a string. Use Grammar.{self.kind}(...)")
+        _check_characters(self.text)
         if self.kind in ("json_schema", "choice"):
             try:
                 value = json.loads(self.text)
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"sampling.grammar: the {self.kind} is not JSON: {error}. Use json.dumps") from error
+            _check_characters(_dumped(value))
             if self.kind == "json_schema" and not isinstance(value, dict | bool):
                 raise ConfigError(f"sampling.grammar: the schema {_shown(value)} must be a JSON object or a boolean")
             if self.kind == "choice" and not _is_choice(value):
@@ -90,6 +92,17 @@ def _dumped(value: object) -> str:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"sampling.grammar: {_shown(value)} is not JSON: {error}") from error
+
+
+def _check_characters(text: str) -> None:
+    """Refuses halves of UTF-16 pairs, of which Python makes strings, too, such as arguments that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"sampling.grammar: {_shown(text[max(0, error.start - 8) : error.end + 8])} has a surrogate, "
+            f"{text[error.start]!r}, which is not a character. Use UTF-8"
+        ) from error
 
 
 def _is_choice(value: object) -> bool:
