@@ -154,7 +154,7 @@ def test_a_burst_changes_the_steps_and_no_token(calls):
         found.append(run(model, PAGED, prompts, step_tokens=16, burst_tokens=burst_tokens))
         assert (max(prefill for _, prefill in calls) > 1) == (burst_tokens is not None), calls
     assert [piece.ids for piece in found[0]] == [piece.ids for piece in found[1]]
-    with pytest.raises(ax.ConfigError, match=r"engine\.burst_tokens=36 requires .* a cache with pages"):
+    with pytest.raises(ax.ConfigError, match=r"engine\.burst_tokens=36 requires a cache with pages"):
         run(model, ContiguousCache.Config(), prompts, step_tokens=16, burst_tokens=36)
     with pytest.raises(ax.ConfigError, match=r"engine\.burst_tokens=16 must exceed engine\.step_tokens=16"):
         run(model, PAGED, prompts, step_tokens=16, burst_tokens=16)
@@ -290,7 +290,7 @@ def test_engines_that_cannot_compute_a_row_again_are_refused():
     plain, drafter = ax.use("rope")(tiny_model()).build(rngs=ax.Rngs(0)), DraftModel.Config()
     with pytest.raises(ax.ConfigError, match="the keys of the draft model change when a row passes 12 tokens"):
         cfg.set(speculation=drafter).build(plain, draft_model=model)
-    with pytest.raises(ax.ConfigError, match=r"limits.step_tokens=4: .* Set step_tokens to at least 6"):
+    with pytest.raises(ax.ConfigError, match=r"engine.step_tokens=4: .* Set step_tokens to at least 6"):
         SchedulerLimits(2, 20, 4, recompute_above=(5, 20))
 
 

@@ -50,6 +50,17 @@ def test_gradients_of_integers_are_those_of_floats(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_scaled_multiplies_each_output(kind):
+    product, *shapes = case(kind)
+    x, codes, y = arrays(*shapes)
+    scales = product.largest(jnp.asarray(np.where(y > 0, y, 1), jnp.float32))
+    scales = jnp.where(jnp.isfinite(scales), scales, 1)  # groups without rows
+    expected = product(x.astype(np.float32), codes) * product.broadcast(scales)
+    np.testing.assert_array_equal(product.scaled(x.astype(np.float32), codes, scales, jnp.float32), expected)
+    assert product.scaled(jnp.asarray(x, jnp.bfloat16), codes, scales, jnp.bfloat16).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_largest_is_the_maximum_over_the_rows_of_each_matrix(kind):
     product, *_, shape = case(kind)
     values = np.random.default_rng(0).normal(size=shape).astype(np.float32)

@@ -219,8 +219,8 @@ def add_burst(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--burst-tokens",
         type=int,
-        help="the same while more than twice as many prompt tokens could start, for caches with pages: first tokens "
-        "come sooner, and other samples wait (default: none)",
+        help="maximum number of prompt tokens of a step during a burst of prompts, which begins when more than twice "
+        "as many wait; above --step-tokens; requires a cache with pages (default: --step-tokens always applies)",
     )
 
 

@@ -30,12 +30,6 @@ def check_config(cfg: Engine.Config, decoder: Decoder, *, has_tokenizer: bool, h
     if cfg.speculation is None and has_draft_model:
         raise ConfigError("draft_model has no effect with engine.speculation=None. Set speculation=DraftModel.Config()")
     limit = min(decoder.recompute_above, default=cfg.max_len)
-    least = max((each + 1 for each in decoder.recompute_above if each < cfg.max_len), default=0)
-    if cfg.step_tokens < least:
-        raise ConfigError(
-            f"engine.step_tokens={cfg.step_tokens}: the keys of a row change when it passes {least - 1} tokens, which "
-            f"are then computed in one step. Set step_tokens to at least {least}, or max_len to at most {least - 1}"
-        )
     if cfg.prefix_caching and decoder.unpaged:
         raise ConfigError(
             f"engine.prefix_caching=True requires pages in every layer that keeps decoding state, and "
@@ -54,8 +48,8 @@ def check_config(cfg: Engine.Config, decoder: Decoder, *, has_tokenizer: bool, h
         )
     if cfg.burst_tokens is not None and not decoder.shares_prefixes:
         raise ConfigError(
-            f"engine.burst_tokens={cfg.burst_tokens} requires prompts that are computed together, as with a cache with "
-            f"pages in every layer, such as that of axcore-paged-kv. Choose one, or leave burst_tokens out"
+            f"engine.burst_tokens={cfg.burst_tokens} requires a cache with pages in every layer, such as that of "
+            f"axcore-paged-kv, so that a step computes many prompts. Choose one, or leave burst_tokens out"
         )
     if cfg.speculation is not None:
         _check_speculation(cfg, cfg.speculation, decoder)

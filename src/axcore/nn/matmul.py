@@ -139,7 +139,12 @@ class Plain(Product):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Transposed(Plain):
-    """`x @ weight.T` with a single matrix [out, in]: an output head that is tied to the embedding."""
+    """`x @ weight.T` with a single matrix [out, in]: an output head that is tied to the embedding.
+
+    `matmul` has no effect, since it takes matrices [in, out].
+    """
+
+    scaled = Product.scaled
 
     def __call__(
         self,

@@ -38,11 +38,16 @@ class Product(abc.ABC):
         scales: Float[Array, "*group output_dim"],
         dtype: DTypeLike,
     ) -> Float[Array, "*rows output_dim"]:
-        """The product with codes of a weight, times a factor for each output. Sums are in float32.
+        """`self(x, weight) * broadcast(scales)`, for weights that are stored as codes with a scale for each output.
+
+        A kernel in the slot `matmul` of a layer, such as that of axcore-gemv, multiplies the scales, too. Sums are in
+        float32, and only the result is rounded.
 
         Args:
-            scales: in the shape that `broadcast` takes.
-            dtype: of the result.
+            x: activations.
+            weight: codes, which count as they are, such as int8 or float8.
+            scales: a float32 factor for each output, in the shape that `broadcast` takes.
+            dtype: dtype of the result.
         """
         return (self(x, weight, jnp.float32) * self.broadcast(scales)).astype(dtype)
 
