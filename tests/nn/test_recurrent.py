@@ -54,7 +54,7 @@ class Last(Windowed):
         self.remember(REACH, cfg.input_dim, axis="embed")
 
     def __call__(self, x, tokens):
-        inputs = self.earlier(x, tokens)
+        inputs = self.lagged(x, tokens)
         return sum(DECAY**lag * inputs[lag] for lag in range(REACH + 1))
 
 

@@ -32,7 +32,7 @@ class ShortConv(Windowed):
 
     def __call__(self, x: Hidden, tokens: TokenInfo) -> Hidden:
         """Adds the weighted previous tokens to each token."""
-        inputs = self.earlier(x, tokens)
+        inputs = self.lagged(x, tokens)
         return x + sum(weight * inputs[lag] for lag, weight in enumerate(self.weight[...].astype(x.dtype)))
 
 

@@ -39,7 +39,7 @@ from axcore.nn.matmul import Matmul, Plain, Transposed
 from axcore.nn.multi_token import MultiTokenPrediction
 from axcore.nn.norm import FullWidthNorm, LayerNorm, PerHeadNorm, RMSNorm, Scale
 from axcore.nn.put_numerics import put_numerics, without_numerics
-from axcore.nn.recurrent import Recurrent, Windowed
+from axcore.nn.recurrent import Recurrent
 from axcore.nn.stacks import (
     by_layer,
     edit_layers,
@@ -62,6 +62,7 @@ from axcore.nn.transformer import (
 )
 from axcore.nn.tuning import Settings, Tuning, tuned_settings
 from axcore.nn.weighted import Weighted
+from axcore.nn.windowed import Windowed
 from axcore.numerics import Numerics, Product
 
 __all__ = [

@@ -40,7 +40,7 @@ class CausalConv(Windowed):
 
     def __call__(self, x: jax.Array, tokens: TokenInfo) -> jax.Array:
         """[batch, seq, input_dim] -> the same shape, in the compute dtype."""
-        inputs, y = self.earlier(x, tokens), jnp.zeros(x.shape, jnp.float32)
+        inputs, y = self.lagged(x, tokens), jnp.zeros(x.shape, jnp.float32)
         for k, weight in enumerate(self.weight[...].astype(jnp.float32)):
             y += inputs[self.config.width - 1 - k] * weight
         if self.bias is not None:

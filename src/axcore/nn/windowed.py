@@ -1,0 +1,169 @@
+"""The base of layers whose output depends on the last few inputs of a row."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from axcore.config import ConfigError, PositiveInt
+from axcore.module import DecodingState
+from axcore.nn.documents import Documents
+from axcore.nn.kv.cache import KVCache
+from axcore.nn.kv.paging import Paging
+from axcore.nn.stateful import StatefulLayer
+from axcore.nn.tokens import TokenInfo
+
+
+@dataclasses.dataclass(frozen=True)
+class LaggedInputs:
+    """The inputs of a `Windowed` layer at each token and before it.
+
+    Attributes:
+        tokens: the tokens of the call.
+        max_lag: the largest number of tokens between a token and an input.
+        rows: for each block, the `max_lag` inputs before the call and those of the call.
+        documents: the documents of each block.
+    """
+
+    tokens: TokenInfo
+    max_lag: int
+    rows: tuple[Float[Array, "rows max_lag_and_width features"], ...]
+    documents: tuple[Documents, ...]
+
+    def __getitem__(self, lag: int) -> Float[Array, "batch seq features"]:
+        """The input `lag` tokens before each token, zero where its document has none."""
+        found = []
+        for row, documents in zip(self.rows, self.documents, strict=True):
+            start, width = self.max_lag - lag, row.shape[1] - self.max_lag
+            found.append(documents.where_same(lag, row[:, start : start + width]))
+        return self.tokens.join(found)
+
+
+class Windowed(StatefulLayer):
+    """Base of layers whose output depends on the last few inputs of a row, such as short convolutions.
+
+    A subclass calls `remember` in its constructor, and reads the inputs before each token from `lagged`:
+
+    ```python
+    class Difference(Windowed):  # y_t = x_t - x_{t-1}
+        class Config(Windowed.Config):
+            input_dim: ax.PositiveInt = ax.REQUIRED
+
+        def __init__(self, cfg, *, rngs):
+            self.remember(1, cfg.input_dim)
+
+        def __call__(self, x, tokens):
+            inputs = self.lagged(x, tokens)
+            return inputs[0] - inputs[1]
+    ```
+
+    While decoding, the input of the token at `index` is kept in the place `index % size` of its row. If the KV caches
+    have pages, all inputs are kept in pages like keys, so that rows can share prefixes and replace any tokens.
+    """
+
+    class Config(StatefulLayer.Config):
+        pages: tuple[PositiveInt, PositiveInt] | None = None
+        """Number and size of the pages that keep all inputs while decoding; None: each row keeps its last ones."""
+        shares_pages: ClassVar[bool] = True
+        """Whether inputs are kept in pages if the KV caches have pages."""
+
+        def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> Windowed.Config:
+            """Adds the state of `batch_size` rows, or of the pages of the cache."""
+            paging = cache.paging if self.shares_pages else None
+            pages = self.pages if paging is None else (paging.num_pages, paging.page_size)
+            return self.set(batch_size=batch_size, pages=pages)
+
+        @property
+        def paging(self) -> Paging | None:
+            """The pool of pages, as in `KVCache.Config`."""
+            return None if self.pages is None else Paging(num_pages=self.pages[0], page_size=self.pages[1])
+
+    config: Config
+    max_lag: int
+    past: DecodingState | None
+
+    def remember(self, max_lag: int, features: int, *, axis: str | None = None) -> None:
+        """Declares how many inputs before a token its output depends on. While decoding, they are the attribute `past`.
+
+        Args:
+            max_lag: the number of inputs before the token.
+            features: the features of an input.
+            axis: the logical axis of the features.
+        """
+        cfg = self.config
+        self.max_lag, self.past, self.resumable = max_lag, nnx.data(None), nnx.data(None)
+        if cfg.pages is not None:
+            shape, rows = (*cfg.pages, features), "page"
+        elif cfg.batch_size is not None:
+            self._make_resumable()
+            shape, rows = (cfg.batch_size, max_lag + cfg.max_rollback, features), "batch"
+        else:
+            return
+        self.past = DecodingState(jnp.zeros(shape, self.dtypes.compute), axes=(rows, None, axis))
+
+    def lagged(self, x: Float[Array, "batch seq features"], tokens: TokenInfo) -> LaggedInputs:
+        """The inputs before each token: `lagged(x, tokens)[lag]`, for lags from 0 to `max_lag`. Keeps the last inputs.
+
+        In a row that does not continue its state, they are NaN.
+
+        Raises:
+            ContextError: a layer with decoding state was called without a `Decoder`.
+            ConfigError: the number of rows is wrong, or the rows are packed while decoding.
+        """
+        parts = list(zip(tokens.blocks, tokens.split(x), strict=True))
+        documents = tuple(Documents.of(block, part.shape[0]) for block, part in parts)
+        rows = [self._row(block, each.only_tokens(x)) for (block, x), each in zip(parts, documents, strict=True)]
+        return LaggedInputs(tokens, self.max_lag, tuple(rows), documents)
+
+    def _row(self, tokens: TokenInfo, x: jax.Array) -> jax.Array:
+        """The inputs before the tokens of a block, and these."""
+        batch, width, features = x.shape
+        if self.past is None:
+            return jnp.concatenate([jnp.zeros((batch, self.max_lag, features), x.dtype), x], axis=1)
+        if self.config.paging is not None:
+            return jnp.concatenate([self._from_pages(self.past, self.config.paging, tokens, x), x], axis=1)
+        rows, size = self._continue(tokens, batch), self.past[...].shape[1]
+        before = rows.start[:, None] - self.max_lag + jnp.arange(self.max_lag)
+        if size:
+            past = rows.read(self.past, before % size)
+        else:
+            past = jnp.zeros((batch, 0, features), x.dtype)
+        past = jnp.where((before >= 0)[..., None], past, 0).astype(x.dtype)
+        index = jnp.broadcast_to(tokens.index, (batch, width))
+        kept = index >= rows.stop[:, None] - size  # later tokens overwrite the others
+        if tokens.valid is not None:
+            kept &= tokens.valid
+        if size:
+            rows.write(self.past, jnp.where(kept, index % size, size), x)
+        row = jnp.concatenate([past, x], axis=1)
+        return jnp.where(rows.is_valid[:, None, None], row, jnp.nan)
+
+    def _from_pages(self, past: DecodingState, paging: Paging, tokens: TokenInfo, x: jax.Array) -> jax.Array:
+        """The inputs before the tokens of a block, after these are written. Parts of a prompt are rows of one block, so
+        they see each other's."""
+        batch, width, _ = x.shape
+        table, size = tokens.rows.pages, paging.page_size
+        if table is None:
+            raise ConfigError(
+                f"{self.frame.path}: pages={self.config.pages} requires page tables. Decode with a paged KV cache, or "
+                f"set pages=None"
+            )
+
+        def places(index: jax.Array) -> tuple[jax.Array, jax.Array]:
+            column = jnp.clip(index // size, 0, table.shape[1] - 1)
+            return jnp.take_along_axis(table, column, axis=1), index % size
+
+        index = jnp.broadcast_to(tokens.index, (batch, width))
+        exists = jnp.broadcast_to(True if tokens.valid is None else tokens.valid, (batch, width))
+        page, place = places(index)
+        is_kept = exists & (index >= 0) & (index < table.shape[1] * size)
+        past.put((jnp.where(is_kept, page, paging.num_pages), place), x)
+        start = jnp.where(exists, index, jnp.iinfo(jnp.int32).max - width).min(axis=1, keepdims=True)
+        before = start - self.max_lag + jnp.arange(self.max_lag)
+        found = past.whole[(*past.layer, *places(before))].astype(x.dtype)
+        return jnp.where((before >= 0)[..., None], found, 0)
