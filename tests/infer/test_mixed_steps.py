@@ -156,6 +156,8 @@ def test_a_burst_changes_the_steps_and_no_token(calls):
     assert [piece.ids for piece in found[0]] == [piece.ids for piece in found[1]]
     with pytest.raises(ax.ConfigError, match=r"engine\.burst_tokens=36 requires a cache with pages"):
         run(model, ContiguousCache.Config(), prompts, step_tokens=16, burst_tokens=36)
+    with pytest.raises(ax.ConfigError, match=r"engine\.burst_tokens=16 must exceed engine\.step_tokens=16"):
+        run(model, PAGED, prompts, step_tokens=16, burst_tokens=16)
 
 
 def test_a_step_with_prompts_is_one_call(calls):

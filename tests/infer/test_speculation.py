@@ -247,6 +247,8 @@ def test_models_without_modules_for_multi_token_prediction_are_refused(model, pr
         cfg.build(model)
     with pytest.raises(ConfigError, match=r"engine.prefix_caching=True: engine.speculation reads the hidden states"):
         cfg.set(prefix_caching=True, **CACHES["paged"]).build(predicting)
+    with pytest.raises(ConfigError, match=r"engine.burst_tokens=40: engine.speculation reads the hidden states"):
+        cfg.set(burst_tokens=40, **CACHES["paged"]).build(predicting)
     with cfg.build(predicting) as engine, pytest.raises(ConfigError, match=r"hidden states go to engine.speculation"):
         engine.check(Request((6, 7), SamplingOptions(max_tokens=1), pooling="last"))
 

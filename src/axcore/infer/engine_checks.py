@@ -41,6 +41,11 @@ def check_config(cfg: Engine.Config, decoder: Decoder, *, has_tokenizer: bool, h
             f"engine.prefix_caching=True: the keys of a row change when it passes {limit} tokens, so rows cannot share "
             f"them. Leave prefix_caching out"
         )
+    if cfg.burst_tokens is not None and cfg.burst_tokens <= cfg.step_tokens:
+        raise ConfigError(
+            f"engine.burst_tokens={cfg.burst_tokens} must exceed engine.step_tokens={cfg.step_tokens}. Raise it, or "
+            f"leave it out"
+        )
     if cfg.burst_tokens is not None and not decoder.shares_prefixes:
         raise ConfigError(
             f"engine.burst_tokens={cfg.burst_tokens} requires a cache with pages in every layer, such as that of "
@@ -62,6 +67,11 @@ def _check_speculation(cfg: Engine.Config, speculation: Drafter.Config, decoder:
         raise ConfigError(
             "engine.prefix_caching=True: engine.speculation reads the hidden states of all tokens, which pages lack. "
             "Leave prefix_caching out, or use another drafter"
+        )
+    if cfg.burst_tokens is not None and speculation.reads_hidden_states:
+        raise ConfigError(
+            f"engine.burst_tokens={cfg.burst_tokens}: engine.speculation reads the hidden states of all tokens, so "
+            f"prompts are not computed together. Leave burst_tokens out, or use another drafter"
         )
     if decoder.max_rollback is not None and count > decoder.max_rollback:
         layer = decoder.least_rollback_in
