@@ -80,7 +80,7 @@ class LoRAAdapters(Adapters):
             )
         return filled_with(plain)
 
-    def nothing(self, state: Tree) -> Tree:
+    def empty(self, state: Tree) -> Tree:
         return _of_slots(state, {}, ())
 
     def arrays(self, source: str | pathlib.Path | Adapter, model: ax.Config, state: Tree) -> Tree:
