@@ -287,7 +287,7 @@ def test_requests_that_never_fit_are_refused_and_others_unharmed(num_pages, give
         ((0, 8, 8), "engine.max_rows must be at least 1, not 0"),
         ((2, 1, 8), "engine.max_len must be at least 2, not 1"),
         ((8, 8, 0), "engine.step_tokens must be at least 1, not 0"),
-        ((2, 8, 8, 8), "engine.burst_tokens=8 must exceed step_tokens=8"),
+        ((2, 8, 8, 8), "engine.burst_tokens=8 must exceed engine.step_tokens=8"),
         ((2, 8, 8, None, 1.0), "limits.watermark must be at least 0 and below 1, not 1.0"),
         ((2, 8, 8, None, float("nan")), "limits.watermark must be .* not nan"),
     ],

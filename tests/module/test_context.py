@@ -185,7 +185,7 @@ class ByBlock(ax.Layer):
             self.add_output("x", x)
             return 2 * x
 
-        return self.frame.each(one, blocks)
+        return self.frame.map(one, blocks)
 
 
 def test_reports_of_blocks_under_one_name_are_combined():

@@ -1,4 +1,4 @@
-"""The conformance suite of compilers of grammars."""
+"""The conformance suite of grammar compilers."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Adapters of PEFT: logits recorded with PEFT, engines, conversion, export, training, and what is refused."""
+"""PEFT adapters: logits recorded with PEFT, engines, conversion, export, training, and what is refused."""
 
 import builtins
 import json
@@ -229,7 +229,9 @@ def test_case_models_that_no_adapter_of_peft_fits_are_refused(monkeypatch):
         return original(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", without_hf)
-    with pytest.raises(AxcoreError, match=r"adapters of PEFT have names of published models: pip install axcore-hf"):
+    with pytest.raises(
+        AxcoreError, match=r"PEFT adapters require the names of published models. pip install axcore-hf"
+    ):
         Adapter.read(HERE / "llama", model=llama)
 
 

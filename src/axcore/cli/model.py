@@ -142,7 +142,7 @@ def add_grammars(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> N
     parser.add_argument(
         "--grammars",
         metavar="NAME[:KEY=VALUE,...]",
-        help="compiler of grammars: one that `axcore plugins` lists (default: the only one that is installed)",
+        help="grammar compiler: one that `axcore plugins` lists (default: the only one that is installed)",
     )
 
 

@@ -55,8 +55,8 @@ class Adapters(Configurable, abc.ABC):
         """
 
     @abc.abstractmethod
-    def nothing(self, state: Tree) -> Tree:
-        """The arrays of an adapter that changes nothing.
+    def empty(self, state: Tree) -> Tree:
+        """The arrays of an adapter that changes nothing, with which `Engine.warm_up` compiles `write`.
 
         Args:
             state: shapes of the state of the decoding model.
@@ -64,8 +64,8 @@ class Adapters(Configurable, abc.ABC):
 
     @abc.abstractmethod
     def identity(self, arrays: Tree) -> str:
-        """Identifies an adapter by all of its values, so that an engine continues only prompts of the same adapter. It
-        is the same in engines with more slots or room for larger adapters.
+        """A hash of all values of an adapter, so that an engine continues only prompts of the same adapter. It does not
+        depend on the slots and the largest rank of the engine.
 
         Args:
             arrays: as returned by `arrays`.

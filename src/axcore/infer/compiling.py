@@ -18,7 +18,7 @@ class Compiler:
         self._is_tracing = False
 
     def jit(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:  # Any: as in `jax.jit`
-        """`jax.jit`, for functions that `compile` reaches."""
+        """`jax.jit`, except that calls only trace the function while `compile` runs."""
         jitted = jax.jit(fn, **options)
 
         def call(*args: Any, **kwargs: Any) -> Any:

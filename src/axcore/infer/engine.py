@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence as Many
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
@@ -392,7 +392,7 @@ class Engine(config.Configurable):
                 stream.cancel()
 
     def beam_search(
-        self, prompts: Iterable[str | Many[int]], options: BeamOptions, *, adapter: str | None = None
+        self, prompts: Iterable[str | Sequence[int]], options: BeamOptions, *, adapter: str | None = None
     ) -> list[list[Beam]]:
         """The most likely outputs of each prompt that a beam search finds.
 
@@ -431,7 +431,7 @@ class Engine(config.Configurable):
         return dataclasses.replace(beam, text=text)
 
     def score(
-        self, prompts: Iterable[str | Many[int]], *, adapter: str | None = None
+        self, prompts: Iterable[str | Sequence[int]], *, adapter: str | None = None
     ) -> list[tuple[TokenLogprob, ...]]:
         """The log-probability of each token of some rows but the first, given the tokens before it.
 
@@ -449,7 +449,7 @@ class Engine(config.Configurable):
 
     def embed(
         self,
-        prompts: Iterable[str | Many[int]],
+        prompts: Iterable[str | Sequence[int]],
         *,
         pooling: Pooling = "last",
         normalize: bool = True,
@@ -477,7 +477,7 @@ class Engine(config.Configurable):
         found = [piece.embedding for piece in pieces if piece.embedding is not None]
         return [normalized(each) for each in found] if normalize else found
 
-    def _ids(self, prompts: Iterable[str | Many[int]]) -> Iterator[tuple[int, ...]]:
+    def _ids(self, prompts: Iterable[str | Sequence[int]]) -> Iterator[tuple[int, ...]]:
         """The token ids of prompts."""
         given = prompts if isinstance(prompts, str) else list(prompts)
         if isinstance(given, str) or any(isinstance(prompt, int | np.integer) for prompt in given):

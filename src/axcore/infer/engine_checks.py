@@ -41,11 +41,6 @@ def check_config(cfg: Engine.Config, decoder: Decoder, *, has_tokenizer: bool, h
             f"engine.prefix_caching=True: the keys of a row change when it passes {limit} tokens, so rows cannot share "
             f"them. Leave prefix_caching out"
         )
-    if cfg.burst_tokens is not None and cfg.burst_tokens <= cfg.step_tokens:
-        raise ConfigError(
-            f"engine.burst_tokens={cfg.burst_tokens} must exceed engine.step_tokens={cfg.step_tokens}. Raise it, or "
-            f"leave it out"
-        )
     if cfg.burst_tokens is not None and not decoder.shares_prefixes:
         raise ConfigError(
             f"engine.burst_tokens={cfg.burst_tokens} requires a cache with pages in every layer, such as that of "

@@ -213,7 +213,7 @@ class Programs:
     def warm_up_adapters(self) -> None:
         """Compiles `write_adapter`, if there is room for adapters."""
         if self._adapters is not None:
-            self.write_adapter(self._adapters.nothing(self.state_shapes), self._adapters.config.max_adapters)
+            self.write_adapter(self._adapters.empty(self.state_shapes), self._adapters.config.max_adapters)
 
     def free(self) -> None:
         """Waits for the device, which an interpreter that ends must not leave running, and frees its memory. No

@@ -50,8 +50,8 @@ class SchedulerLimits:
                 raise ConfigError(f"engine.{name} must be at least {least}, not {getattr(self, name)}. Raise {name}")
         if self.burst_tokens is not None and self.burst_tokens <= self.step_tokens:
             raise ConfigError(
-                f"engine.burst_tokens={self.burst_tokens} must exceed step_tokens={self.step_tokens}. Raise it, or "
-                f"leave it out"
+                f"engine.burst_tokens={self.burst_tokens} must exceed engine.step_tokens={self.step_tokens}. Raise it, "
+                f"or leave it out"
             )
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"limits.watermark must be at least 0 and below 1, not {self.watermark}. Use 0.01")

@@ -9,7 +9,7 @@ from axcore.infer.pages import PageUsage
 
 @dataclasses.dataclass(kw_only=True)
 class EngineStats:
-    """Counters of an engine, now. They do not change later.
+    """Counters of an engine. `Engine.stats` returns a copy, which does not change later.
 
     Attributes:
         running, waiting: samples with and without a row.

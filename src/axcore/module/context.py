@@ -163,9 +163,9 @@ class Frame:
         loss = LossSum(jnp.asarray(total, jnp.float32), jnp.asarray(count, jnp.float32), float(weight))
         self._record(self.collections.losses, name, loss)
 
-    def each[T, R](self, fn: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """Calls a function for each item, such as a block of rows. What the calls report under one name is combined;
-        see `Collections.combined`."""
+    def map[T, R](self, fn: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """`[fn(item) for item in items]`, where the calls may report under the same names, such as for several blocks
+        of rows. `Collections.combined` combines their reports."""
         whole = self.collections
         if whole is None or len(items) < 2:
             return [fn(item) for item in items]

@@ -127,9 +127,13 @@ class Lifted:
         return self.caller.below(".".join(self.names)) if self.names else self.caller.path
 
     @property
-    def form(self) -> Any:  # Any: a tree definition of JAX
-        """The structure of the arrays."""
+    def structure(self) -> Any:  # Any: a tree definition of JAX
+        """The tree structure of the parameters and the state."""
         return jax.tree.structure((self.params, self.state))
+
+    def equals(self, other: Lifted) -> bool:
+        """Whether the modules differ in the values of their arrays at most."""
+        return bool(self.graphdef == other.graphdef and self.structure == other.structure)
 
     def refuse_written(self, transform: str) -> None:
         if self.written:
@@ -167,23 +171,30 @@ def remat[M: nnx.Module, *A, R](
 
 
 def traced_once[M: nnx.Module, *A, R](fn: Callable[[M, *A], R]) -> Callable[[M, *A], R]:
-    """`jax.jit` for several modules: those of equal structure, such as the layers of a model, share the trace and the
-    lowered code of the first. XLA inlines the calls, so the compiled program is that of separate traces.
+    """Traces a function once for all modules of equal structure, such as the layers of a model: `call =
+    traced_once(fn)`, then `x = call(layer, x)` for each layer.
 
-    Errors and profiles name the first module. In a call with a key or with captured outputs, modules differ in their
-    random numbers and in what they report, so each is traced.
+    The first module of a structure is traced and lowered by `jax.jit`, and the others reuse the result with their own
+    parameters. XLA inlines the calls, so the compiled program is the same as with separate traces. Errors and profiles
+    name the first module.
+
+    If the caller has a PRNG key or captures outputs, each module is traced, because modules then differ in their random
+    numbers and reports.
+
+    Args:
+        fn: called as `fn(module, *args)`. The arguments and the result are pytrees of arrays.
     """
     firsts: list[tuple[Lifted, Callable[..., Any]]] = []  # Any: as in `jax.jit`
 
     def jitted(first: Lifted) -> Callable[..., Any]:
-        form = first.form
+        structure = first.structure
 
         def body(leaves: list[jax.Array], shared: dict[str, PyTree], *args: *A) -> PyTree:
             def with_shared(module: M, *args: *A) -> tuple[R, dict[str, PyTree]]:
                 current().shared = ChainMap({}, shared)
                 return fn(module, *args), dict(current().shared.maps[0])
 
-            return first.call(with_shared, *jax.tree.unflatten(form, leaves), *args)
+            return first.call(with_shared, *jax.tree.unflatten(structure, leaves), *args)
 
         return jax.jit(body)
 
@@ -191,11 +202,11 @@ def traced_once[M: nnx.Module, *A, R](fn: Callable[[M, *A], R]) -> Callable[[M, 
         lifted = Lifted.of(module, "traced_once")
         if lifted.caller.key is not None or lifted.caller.captured:
             return fn(module, *args)
-        alike = [(each, run) for each, run in firsts if each.graphdef == lifted.graphdef and each.form == lifted.form]
-        if not alike:
-            alike = [(lifted, jitted(lifted))]
-            firsts.extend(alike)
-        first, run = alike[0]
+        found = next((each for each in firsts if each[0].equals(lifted)), None)
+        if found is None:
+            found = lifted, jitted(lifted)
+            firsts.append(found)
+        first, run = found
         leaves = jax.tree.leaves((lifted.params, lifted.state))
         (output, shared), state, collections = run(leaves, dict(lifted.caller.shared), *args)
         lifted.written.update(first.written)
@@ -362,7 +373,7 @@ def _rules() -> tuple[Frame, Callable[..., tuple[PyTree, Collections | None]]]:
 
 
 def _renamed(collections: Collections | None, old: str, new: str) -> Collections | None:
-    """Reports of another module, below another path."""
+    """The reports of the module at the path `old` as those of the module at `new`."""
     if collections is None or old == new:
         return collections
 

@@ -104,7 +104,7 @@ class Recurrent(StatefulLayer):
             ConfigError: the number of rows is wrong, or the rows are packed while decoding.
         """
         parts = list(zip(tokens.blocks, *map(tokens.split, inputs), strict=True))
-        return tokens.join(self.frame.each(lambda part: self._block(*part), parts))
+        return tokens.join(self.frame.map(lambda part: self._block(*part), parts))
 
     def _block(self, tokens: TokenInfo, *inputs: jax.Array) -> jax.Array:
         batch, documents = inputs[0].shape[0], Documents.of(tokens, inputs[0].shape[0])
@@ -168,7 +168,7 @@ class Recurrent(StatefulLayer):
             out, carry = self.advance(carry, part[0], *part[1])
             return out, carry
 
-        outputs, kept = zip(*self.frame.each(advanced, parts), strict=True)
+        outputs, kept = zip(*self.frame.map(advanced, parts), strict=True)
         y = jnp.concatenate(outputs[-place.shape[1] :], axis=1)
         if len(outputs) > place.shape[1]:
             at_tail = jnp.arange(batch)[:, None], jnp.where(valid, place, width)

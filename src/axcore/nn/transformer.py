@@ -170,12 +170,9 @@ class Sequence(Stack):
         self.layers = self.children("layers", cfg.layers, rngs, input_dim=cfg.input_dim)
 
     def __call__(self, x: Hidden, *args: object) -> Hidden:
-        """Applies the layers in order. `args` are passed to every layer.
-
-        While decoding, equal layers share a trace: an engine has many programs, and reads them from a folder faster
-        than it traces them.
-        """
+        """Applies the layers in order. `args` are passed to every layer."""
         cfg = self.config.remat
+        # An engine has many programs. With compiled ones on disk, tracing every layer would take most of its start.
         if any(isinstance(each, TokenInfo) and each.cached is not None for each in args) and not is_recording():
             call = traced_once(_call)
             for layer in self.layers:

@@ -1,4 +1,4 @@
-"""The conformance suite of a compiler of grammars."""
+"""The conformance suite of a grammar compiler."""
 
 from __future__ import annotations
 

@@ -34,20 +34,20 @@ class Adapter:
         Args:
             folder: the folder.
             step: step of the checkpoint; None: the newest.
-            model: config of the model that an adapter of PEFT belongs to, without adapters. The others have their own.
+            model: config of the model that a PEFT adapter belongs to, without adapters. The others have their own.
 
         Raises:
-            AxcoreError: the folder is none of these, its model has no adapters, or an adapter of PEFT is not supported
+            AxcoreError: the folder is none of these, its model has no adapters, or a PEFT adapter is not supported
                 or does not fit `model`.
         """
         from axcore_lora import peft
 
         if peft.is_peft(folder):
             if step is not None:
-                raise AxcoreError(f"{folder}: an adapter of PEFT has no checkpoints. Omit step={step}")
+                raise AxcoreError(f"{folder}: a PEFT adapter has no checkpoints. Omit step={step}")
             if model is None:
                 raise AxcoreError(
-                    f"{folder}: an adapter of PEFT has no config of its model. Give that of the base model (model=, or "
+                    f"{folder}: a PEFT adapter has no config of its model. Give that of the base model (model=, or "
                     f"`axcore adapter --base`)"
                 )
             return peft.read(folder, model)
@@ -72,7 +72,7 @@ class Adapter:
         return save_model(folder, self.cfg, self.params)
 
     def save_peft(self, folder: str | pathlib.Path) -> pathlib.Path:
-        """Writes LoRA adapters in the format of PEFT.
+        """Writes LoRA adapters in the PEFT format.
 
         Raises:
             AxcoreError: an adapter is DoRA or one of experts, the model is not of a published family, or the folder

@@ -13,17 +13,17 @@ def adapter(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="axcore adapter",
         description="Writes the LoRA and DoRA adapters of a run to a folder, without the weights of the model. Engines "
-        "load such folders while they run. Also converts from and to the format of PEFT.",
+        "load such folders while they run. Also converts from and to the PEFT format.",
     )
-    parser.add_argument("run", help="a run folder or a model folder with adapters, or a folder of PEFT")
+    parser.add_argument("run", help="a run folder or a model folder with adapters, or a PEFT folder")
     parser.add_argument("folder", help="the folder to write; it must not exist")
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
     parser.add_argument(
         "--base",
         metavar="MODEL",
-        help="the folder or the recipe of the model that an adapter of PEFT belongs to; only its config is read",
+        help="the folder or the recipe of the model that a PEFT adapter belongs to; only its config is read",
     )
-    parser.add_argument("--peft", action="store_true", help="write the format of PEFT, for transformers (LoRA only)")
+    parser.add_argument("--peft", action="store_true", help="write the PEFT format, for transformers (LoRA only)")
     given = parser.parse_args(arguments)
 
     from axcore.cli.compose import compose, is_folder

@@ -25,7 +25,7 @@ class FromAdapter(Initial):
         base: Initial.Config = ax.REQUIRED
         """The weights of the model without adapters."""
         folder: str = ax.REQUIRED
-        """A folder that `Adapter.read` reads: of a run, of `axcore adapter` or of PEFT."""
+        """A folder that `Adapter.read` reads: a run folder, or one from `axcore adapter` or PEFT."""
 
     config: Config
 
@@ -61,7 +61,7 @@ def use_lora_weights(cfg: Trainer.Config, folder: str, freeze: bool = True) -> T
     The other weights are those that the config starts from, as set by `hf-weights` or `run-weights`.
 
     Args:
-        folder: a folder of a run, of `axcore adapter` or of PEFT.
+        folder: a folder a run folder, or one from `axcore adapter` or PEFT.
         freeze: train only adapters; see `use_lora`.
 
     Raises:

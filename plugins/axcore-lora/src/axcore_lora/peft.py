@@ -43,12 +43,12 @@ _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
 
 
 def is_peft(folder: str | pathlib.Path) -> bool:
-    """Whether a folder has an adapter of PEFT."""
+    """Whether a folder has a PEFT adapter."""
     return pathlib.Path(folder, CONFIG).is_file()
 
 
 def read(folder: str | pathlib.Path, model: Any) -> Adapter:
-    """Reads a LoRA adapter of PEFT.
+    """Reads a PEFT LoRA adapter.
 
     Args:
         folder: the folder with `adapter_config.json`.
@@ -72,7 +72,7 @@ def read(folder: str | pathlib.Path, model: Any) -> Adapter:
 
 
 def write(adapter: Adapter, folder: str | pathlib.Path) -> pathlib.Path:
-    """Writes LoRA adapters in the format of PEFT.
+    """Writes LoRA adapters in the PEFT format.
 
     Args:
         adapter: the adapters.
@@ -131,7 +131,7 @@ def _low_rank() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "axcore_hf":
             raise
-        raise AxcoreError("adapters of PEFT have names of published models: pip install axcore-hf") from error
+        raise AxcoreError("PEFT adapters require the names of published models. pip install axcore-hf") from error
     return low_rank
 
 
@@ -147,7 +147,7 @@ def _fields(file: pathlib.Path) -> dict[str, Any]:
         raise AxcoreError(f"{file}: {error}. Give a folder that PEFT has written") from error
     if not isinstance(fields, dict) or fields.get("peft_type") != "LORA":
         kind = fields.get("peft_type") if isinstance(fields, dict) else fields
-        raise AxcoreError(f"{file}: peft_type={kind!r} is not supported, only 'LORA'")
+        raise AxcoreError(f"{file}: peft_type={kind!r} is not supported, only 'LORA'. {_MERGE}")
     for name, value in fields.items():
         if name in (*READ, *NO_EFFECT) or (name == "init_lora_weights" and value in INITIAL):
             continue
@@ -157,11 +157,13 @@ def _fields(file: pathlib.Path) -> dict[str, Any]:
         raise AxcoreError(f"{file}: bias={fields['bias']!r} is not supported, only 'none'. {_MERGE}")
     for name in ("r", "lora_alpha"):
         if not _is_number(fields.get(name)):
-            raise AxcoreError(f"{file}: {name}={fields.get(name)!r} must be a positive number")
+            raise AxcoreError(f"{file}: {name}={fields.get(name)!r} must be a positive number. Save the adapter again")
     for name in ("rank_pattern", "alpha_pattern"):
         pattern = fields.get(name) or {}
         if not isinstance(pattern, dict) or not all(map(_is_number, pattern.values())):
-            raise AxcoreError(f"{file}: {name}={pattern!r} must map names of modules to positive numbers")
+            raise AxcoreError(
+                f"{file}: {name}={pattern!r} must map names of modules to positive numbers. Save the adapter again"
+            )
         for key in pattern:
             try:
                 re.compile(_pattern(key))
@@ -172,7 +174,7 @@ def _fields(file: pathlib.Path) -> dict[str, Any]:
                 ) from error
     dropout = fields.get("lora_dropout") or 0.0
     if not (_is_number(dropout) or dropout == 0) or not dropout < 1:
-        raise AxcoreError(f"{file}: lora_dropout={dropout!r} must be a number of at least 0 and below 1")
+        raise AxcoreError(f"{file}: lora_dropout={dropout!r} must be a number of at least 0 and below 1. Correct it")
     return fields
 
 

@@ -25,8 +25,7 @@ Path = tuple[Any, ...]
 
 
 class LoRAAdapters(Adapters):
-    """LoRA adapters, one for each request. `Engine.load_adapter` takes a folder (see `Adapter.read`), also one
-    of PEFT, or an `Adapter`.
+    """LoRA adapters, one for each request. `Engine.load_adapter` takes a folder (see `Adapter.read`) or an `Adapter`.
 
     An adapter of a smaller rank is padded with zeros. What it changes in layers that only training has, such as modules
     for multi-token prediction, has no effect. Experts and DoRA are not supported: merge such adapters.
@@ -81,7 +80,7 @@ class LoRAAdapters(Adapters):
             )
         return filled_with(plain)
 
-    def nothing(self, state: Tree) -> Tree:
+    def empty(self, state: Tree) -> Tree:
         return _of_slots(state, {}, ())
 
     def arrays(self, source: str | pathlib.Path | Adapter, model: ax.Config, state: Tree) -> Tree:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from axcore.config import REQUIRED, Fraction, PositiveFloat, PositiveInt
 from axcore.module import Layer, Rngs
 from axcore.nn.attention.choice import attend
-from axcore.nn.attention.inputs import AttentionInputs, Bias, Dropout, Heads, contained
+from axcore.nn.attention.inputs import AttentionInputs, Bias, Dropout, Heads, isolate_nan
 from axcore.nn.attention.kernel import AttentionKernel
 from axcore.nn.attention.masks import Causal, Mask, SameSegment
 from axcore.nn.attention.reference import ReferenceKernel
@@ -122,7 +122,7 @@ class BaseAttention(Layer):
         scale = cfg.scale if scale is None else scale
         here, cached = dataclasses.replace(tokens, cached=None), None if tokens.cached is None else tokens.rows
         if cached is not None and k is not None and v is not None:
-            k, v = contained(k, v)
+            k, v = isolate_nan(k, v)
         return AttentionInputs(
             q,
             None if k is None or v is None else Contiguous(k, v, here),
@@ -150,7 +150,7 @@ class BaseAttention(Layer):
             return q, k
         keys = (None,) * len(tokens.blocks) if k is None else tokens.split(k)
         position, parts = self.position, list(zip(tokens.split(q), keys, tokens.blocks, strict=True))
-        found = self.frame.each(lambda part: position(*part[:2], part[2].positions, part[2].positions), parts)
+        found = self.frame.map(lambda part: position(*part[:2], part[2].positions, part[2].positions), parts)
         return tokens.join([q for q, _ in found]), k if k is None else tokens.join([k for _, k in found])
 
     def heads(
@@ -174,7 +174,7 @@ class BaseAttention(Layer):
         blocks = tuple(self.inputs(*part, scale) for part in parts)
         answers = blocks if self.cache is None else self.cache.answer_blocks(blocks)
         run = self.attend if attend is None else attend
-        found = self.frame.each(lambda each: run(each) if isinstance(each, AttentionInputs) else each, answers)
+        found = self.frame.map(lambda each: run(each) if isinstance(each, AttentionInputs) else each, answers)
         return tokens.join(found)
 
     def attend(self, inputs: AttentionInputs) -> Heads:

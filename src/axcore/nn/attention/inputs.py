@@ -150,13 +150,13 @@ def _hash(words: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
     return bits
 
 
-def contained(
+def isolate_nan(
     k: Float[Array, "*token head_dim"], v: Float[Array, "*token value_dim"]
 ) -> tuple[Float[Array, "*token head_dim"], Float[Array, "*token value_dim"]]:
-    """Keys and values for caches: a value that is not finite is 0, and the key of its token is NaN.
+    """Moves NaN and infinity from values to keys: a value that is not finite becomes 0, and the key of its token NaN.
 
-    Queries that see the token get NaN as before. Others would, too, if NaN were in the value, since a weight of 0 does
-    not remove it. They may belong to the next row in a slot of the cache.
+    Queries that see the token still get NaN. In a KV cache, NaN in the value would also reach queries that do not see
+    it, such as those of the next row in the slot, because an attention weight of 0 times NaN is NaN.
     """
     is_finite = jnp.isfinite(v)
     fine = is_finite if k.shape == v.shape else is_finite.all(axis=-1, keepdims=True)

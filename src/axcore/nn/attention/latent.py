@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from axcore.config import REQUIRED, ConfigError, NonNegativeInt, PositiveInt, has_field
 from axcore.module import Layer, Rngs
 from axcore.nn.attention.base import BaseAttention, Hidden
-from axcore.nn.attention.inputs import AttentionInputs, Heads, contained
+from axcore.nn.attention.inputs import AttentionInputs, Heads, isolate_nan
 from axcore.nn.kv.cache import sized
 from axcore.nn.kv.views import Contiguous, Latent, empty_values
 from axcore.nn.linear import Linear
@@ -106,7 +106,7 @@ class LatentAttention(BaseAttention):
             position_key = positioned
             q = jnp.concatenate([q[..., : cfg.qk_nope_head_dim], position_query], axis=-1)
         if tokens.cached is not None:  # the latent is also the value
-            position_key, latent = contained(position_key, latent)
+            position_key, latent = isolate_nan(position_key, latent)
         q = checkpoint_name(constrain(q, "batch", "seq", "head", None), "query")
         stored = checkpoint_name(jnp.concatenate([latent, position_key], axis=-1), "key")
         return self.project(x, self.heads(q, stored, empty_values(stored), tokens, self._attended, self._scale))

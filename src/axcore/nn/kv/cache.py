@@ -89,7 +89,7 @@ class KVCache(Layer):
             written.extend((state.whole, state) for state in states)
             return found
 
-        found = current().each(answered, blocks)
+        found = current().map(answered, blocks)
         newest = {id(array): state for array, state in written}
 
         def last(x: jax.Array) -> jax.Array:
