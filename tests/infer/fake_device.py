@@ -186,9 +186,10 @@ def copy(at, host_at, device, host, size, kind):
             target[*end, offset] = source[*start, offset]
 
 
-def exported(request, weights):
+def exported(request, weights, recompute_above=()):
     """The state of a prompt that another device has computed."""
-    content, cells = root(weights, request, None), []
+    kind = sum(len(request.ids) > limit for limit in recompute_above)
+    content, cells = root(weights, request, None, kind), []
     for token in request.ids:
         content = hash((content, token))
         cells.append((token, content))
@@ -331,7 +332,9 @@ class Simulation:
             sequence.max_len = self.scheduler.max_len_of(arrival.request)
             sequence.num_computed = len(sequence.tokens)
             sequence.extend([next_token(arrival.request, sequence.tokens)])
-            sequence.saved = SavedState(handover=exported(arrival.request, self.num_flushed))
+            sequence.saved = SavedState(
+                handover=exported(arrival.request, self.num_flushed, self.scenario.limits.recompute_above)
+            )
             self.device.num_sampled[id] += 1
         if sequence.finish_reason is None:
             self.scheduler.add(sequence)

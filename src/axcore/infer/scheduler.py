@@ -321,6 +321,9 @@ class Scheduler:
             sequence = self._waiting[num_passed]
             if sequence.num_pending or self.num_preempted != num_preempted:
                 return  # a preempted sequence waits until its tokens in flight are known
+            if self._is_stale(sequence):  # its saved state, of which it has grown out
+                self.host.drop(sequence)
+                sequence.num_computed = 0
             cached = self._rows.lookup(sequence)
             if cached.missing & promised:  # a running sequence computes this page, and a later step can share it
                 num_passed += 1
