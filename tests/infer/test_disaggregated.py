@@ -393,7 +393,7 @@ def test_handovers_from_another_process(process, model, expected):
         other.wait()
         with pytest.raises(AxcoreError, match=r"the prefill engine at 127.0.0.1:\d+: "):
             lost.result()
-        with pytest.raises(AxcoreError, match=r"the prefill engine at 127.0.0.1:\d+: .*refused"):
+        with pytest.raises(AxcoreError, match=r"the prefill engine at 127.0.0.1:\d+: .*refused. Start a PrefillServer"):
             engine.generate([asked[3]])
         assert len(resumed.result().ids) == MAX_LEN - len(asked[0].ids) - 1
         assert is_clean(engine)

@@ -7,12 +7,13 @@ import json
 
 from axcore.cli.compose import Commands
 from axcore.cli.model import (
-    add_burst,
     add_model,
     add_speculation,
+    add_step_sizes,
     chosen_cache,
     chosen_drafter,
     chosen_layout,
+    chosen_step_tokens,
     loaded_model,
 )
 
@@ -33,11 +34,10 @@ def add(commands: Commands) -> None:
         "concurrency": (8, "requests at any time"),
         "input": (128, "tokens of a prompt"),
         "output": (64, "tokens of an output"),
-        "step-tokens": (512, "maximum number of prompt tokens of a step"),
     }
     for name, (default, text) in numbers.items():
         serve.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default})")
-    add_burst(serve)
+    add_step_sizes(serve)
     serve.set_defaults(run=run)
 
 
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         cache=chosen_cache(arguments),
         max_rows=load.concurrency,
         max_len=load.prompt_tokens + load.output_tokens,
-        step_tokens=arguments.step_tokens,
+        step_tokens=chosen_step_tokens(arguments),
         burst_tokens=arguments.burst_tokens,
         speculation=chosen_drafter(arguments),
     )

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from axcore.nn import KVCache
     from axcore.parallel import Layout
 
+STEP_TOKENS, CPU_STEP_TOKENS = 512, 64
+"""The default of `--step-tokens`. A CPU has no idle arithmetic, so more tokens only delay those of other samples."""
 AXES = ("data", "fsdp", "expert", "tensor")
 """The mesh axes that decoding supports."""
 
@@ -208,20 +210,36 @@ def chosen_cache(arguments: argparse.Namespace) -> KVCache.Config:
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """Adds `--max-len`, `--max-rows`, `--step-tokens` and `--cache`: an engine whose attention calls count, too."""
     group = parser.add_argument_group("engine", "also the attention calls of an engine on one device")
-    group.add_argument("--max-len", type=int, metavar="TOKENS", help="maximum number of tokens of a row; required")
+    group.add_argument(
+        "--max-len", type=int, metavar="TOKENS", help="maximum number of tokens of a row; required by the others"
+    )
     group.add_argument("--max-rows", type=int, help="maximum number of rows that decode together (default: 8)")
     group.add_argument("--step-tokens", type=int, help="maximum number of prompt tokens of a step (default: 512)")
     group.add_argument("--cache", metavar="CACHE[:KEY=VALUE,...]", help="KV cache (default: contiguous)")
 
 
-def add_burst(parser: argparse.ArgumentParser) -> None:
-    """Adds `--burst-tokens`, see `Engine.Config`."""
+def add_step_sizes(parser: argparse.ArgumentParser) -> None:
+    """Adds `--step-tokens` and `--burst-tokens`, see `Engine.Config`."""
+    parser.add_argument(
+        "--step-tokens",
+        type=int,
+        help=f"maximum number of prompt tokens of a step (default: {STEP_TOKENS}, on CPUs {CPU_STEP_TOKENS})",
+    )
     parser.add_argument(
         "--burst-tokens",
         type=int,
         help="maximum number of prompt tokens of a step during a burst of prompts, which begins when more than twice "
         "as many wait; above --step-tokens; requires a cache with pages (default: --step-tokens always applies)",
     )
+
+
+def chosen_step_tokens(arguments: argparse.Namespace) -> int:
+    """The value of `--step-tokens`, or the default for the backend of jax."""
+    import jax
+
+    if arguments.step_tokens is not None:
+        return int(arguments.step_tokens)
+    return CPU_STEP_TOKENS if jax.default_backend() == "cpu" else STEP_TOKENS
 
 
 def chosen_engine(arguments: argparse.Namespace) -> Engine.Config | None:

@@ -154,7 +154,11 @@ class _Call:
         self._deliver(Piece((), finish_reason="cancelled") if is_cancelled else found)
 
     def _answer(self, text: bytes) -> Handover | AxcoreError:
-        with socket.create_connection(self._address, timeout=self._timeout_s) as connection:
+        try:
+            connection = socket.create_connection(self._address, timeout=self._timeout_s)
+        except OSError as error:
+            raise AxcoreError(f"{error}. Start a PrefillServer there, or correct the address") from error
+        with connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             with self._lock:
                 self._connection = connection

@@ -10,15 +10,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from axcore.cli.model import (
-    add_burst,
     add_grammars,
     add_model,
     add_speculation,
+    add_step_sizes,
     chosen_cache,
     chosen_drafter,
     chosen_grammars,
     chosen_layout,
     chosen_offer,
+    chosen_step_tokens,
     loaded_model,
     read_text,
 )
@@ -36,8 +37,6 @@ NUMBERS = {
     "timeout": (float, 600.0, "seconds from a request to the end of its answer"),
     "drain-timeout": (float, 60.0, "seconds that running requests have after SIGTERM"),
 }
-STEP_TOKENS, CPU_STEP_TOKENS = 512, 64
-"""The default of --step-tokens. A CPU has no idle arithmetic, so more tokens only delay those of other samples."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,13 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         help="room for adapters: one of the adapters that `axcore plugins` lists (default: the only one that is "
         "installed, if there is an --adapter)",
     )
-    parser.add_argument(
-        "--step-tokens",
-        type=int,
-        help=f"maximum number of prompt tokens of a step of the engine (default: {STEP_TOKENS}, on CPUs "
-        f"{CPU_STEP_TOKENS})",
-    )
-    add_burst(parser)
+    add_step_sizes(parser)
     parser.add_argument("--api-keys", metavar="FILE", help="file with an API key in each line (default: no key needed)")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (default: the tokenizer's)")
     add_grammars(parser)
@@ -108,8 +101,6 @@ def main(arguments: Sequence[str]) -> int:
     keys = [] if given.api_keys is None else _keys(given.api_keys)
     text = None if given.chat_template is None else read_text(given.chat_template, "--chat-template")
 
-    import jax
-
     from axcore.infer import Engine
     from axcore_serve.app import Service
     from axcore_serve.gate import Limits
@@ -127,15 +118,12 @@ def main(arguments: Sequence[str]) -> int:
             request_s=given.timeout,
             drain_s=given.drain_timeout,
         )
-        step_tokens = given.step_tokens
-        if step_tokens is None:
-            step_tokens = CPU_STEP_TOKENS if jax.default_backend() == "cpu" else STEP_TOKENS
         cfg = Engine.Config(
             cache=chosen_cache(given),
             grammars=grammars,
             max_rows=given.max_rows,
             max_len=given.max_len,
-            step_tokens=step_tokens,
+            step_tokens=chosen_step_tokens(given),
             burst_tokens=given.burst_tokens,
             speculation=chosen_drafter(given),
             adapters=cast("Adapters.Config | None", room),
@@ -144,6 +132,7 @@ def main(arguments: Sequence[str]) -> int:
             for each, folder in adapters.items():
                 engine.load_adapter(each, folder)
             if not given.no_warm_up:
+                print(f"{name}: compiling all programs, which may take minutes", file=sys.stderr, flush=True)
                 engine.warm_up(prompt_logprobs=given.prompt_logprobs, embeddings=given.embeddings is not None)
             service = Service(
                 engine,
