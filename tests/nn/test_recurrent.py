@@ -9,7 +9,8 @@ import pytest
 
 import axcore as ax
 from axcore.module import ContextError
-from axcore.nn import Recurrent, TokenInfo, Windowed
+from axcore.nn import Documents, Recurrent, TokenInfo, Windowed
+from axcore.nn.windowed import LaggedInputs
 from axcore.testing import RecurrentSuite
 from axcore.testing.recurrent import ROWS, _part
 
@@ -107,6 +108,14 @@ def test_the_suite_fails_for_a_wrong_layer(kind, check):
 
     with pytest.raises(AssertionError):
         getattr(Suite(), check)()
+
+
+@pytest.mark.parametrize("lag", [-1, REACH + 1])
+def test_lags_that_were_not_declared_raise(lag):
+    x = jnp.ones((2, 5, 2))
+    inputs = LaggedInputs(TokenInfo.of(x[..., 0]), REACH, (x,), (Documents(),))
+    with pytest.raises(IndexError, match=rf"lag={lag} must be from 0 to max_lag=3\. Call remember"):
+        inputs[lag]
 
 
 def test_errors():

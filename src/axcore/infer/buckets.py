@@ -14,8 +14,8 @@ SHORT = 64
 LONG = 256
 """Without parts, the number of tokens up to which a longer prompt has a program of its own only if no row decodes."""
 FEW_ROWS = 16
-"""Up to this many rows that decode are padded to powers of four, and more to powers of two. A step of few rows takes
-the time of reading the weights, whatever their number. With more rows, products and keys take time, too."""
+"""Up to this number, rows that decode are padded to powers of four; above it, to powers of two. A step of few rows
+takes the time to read the weights, so padding costs little. With more rows, products and keys take time, too."""
 SMALLEST = 16
 """A prompt is padded to at least this many tokens."""
 

@@ -29,10 +29,11 @@ class Compiler:
         return call
 
     def compile(self, calls: Iterable[Callable[[], object]], check: Callable[[], None] = lambda: None) -> None:
-        """Compiles programs, or reads them from the folder of compiled programs. The same calls then compile nothing.
+        """Compiles programs, or reads them from the folder of compiled programs, so that the same calls compile nothing
+        later.
 
-        JAX traces in Python, one program after another, and the others compile meanwhile. Programs that compile at the
-        same time share the device: XLA locks it while it measures kernels.
+        Programs are traced one at a time, since tracing holds Python's interpreter lock, while earlier ones compile.
+        Programs that compile at the same time share the device: XLA locks it while it measures kernels.
 
         Args:
             calls: each calls one jitted function, and returns or changes nothing before. The functions are traced, but

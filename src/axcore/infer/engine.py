@@ -349,13 +349,23 @@ class Engine(config.Configurable):
         return self._loop.submit(request, deliver, text, guide, sample=sample, handover=handover, export=export)
 
     def export(self, request: Request, deliver: DeliverHandover, *, sample: int = 0) -> Callable[[], None]:
-        """Computes the prompt of a request and its first token, for another engine that continues it with `resume`. See
-        `axcore.infer.disaggregation.Handovers`."""
+        """Computes the prompt of a request and its first token, for another engine that continues it with `resume`.
+        Returns a function that cancels it. See `axcore.infer.disaggregation.Handovers`.
+
+        Raises:
+            ConfigError: the prompt does not fit; see `check`.
+            AxcoreError: the engine is closed.
+        """
         return self._handovers.export(request, deliver, sample=sample)
 
     def resume(self, request: Request, handover: Handover, deliver: Deliver, *, sample: int = 0) -> Callable[[], None]:
-        """Continues a request whose prompt another engine has computed. It delivers the first token, too. See
-        `axcore.infer.disaggregation.Handovers`."""
+        """Continues a request whose prompt another engine has computed. It delivers the first token, too. Returns a
+        function that cancels it. See `axcore.infer.disaggregation.Handovers`.
+
+        Raises:
+            ConfigError: the request does not fit, or the handover belongs to another request, model or cache.
+            AxcoreError: the engine is closed.
+        """
         return self._handovers.resume(request, handover, deliver, sample=sample)
 
     def stream(self, request: Request, *, sample: int = 0) -> Stream:

@@ -36,7 +36,13 @@ class LaggedInputs:
     documents: tuple[Documents, ...]
 
     def __getitem__(self, lag: int) -> Float[Array, "batch seq features"]:
-        """The input `lag` tokens before each token, zero where its document has none."""
+        """The input `lag` tokens before each token, zero where its document has none.
+
+        Raises:
+            IndexError: `lag` is negative or above `max_lag`.
+        """
+        if not 0 <= lag <= self.max_lag:
+            raise IndexError(f"lag={lag} must be from 0 to max_lag={self.max_lag}. Call remember with a larger max_lag")
         found = []
         for row, documents in zip(self.rows, self.documents, strict=True):
             start, width = self.max_lag - lag, row.shape[1] - self.max_lag
