@@ -144,6 +144,7 @@ def test_results_do_not_depend_on_the_rows_of_a_step(dtype, calls):
         np.testing.assert_allclose(left, right, atol=1e-4)
 
 
+@pytest.mark.long
 def test_a_burst_changes_the_steps_and_no_token(calls):
     """Four prompts of 50 tokens are more than two steps of 36, even if the first steps run before the last arrives."""
     model, random = ax.pipe(tiny_model(), ax.use("rope")).build(rngs=ax.Rngs(0)), np.random.default_rng(2)

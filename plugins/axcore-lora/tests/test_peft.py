@@ -119,6 +119,8 @@ def test_the_command_converts_from_and_to_peft(tmp_path):
     assert_same(changes(given), changes(Adapter.read(back, model=model_of("gpt2"))))
     with pytest.raises(AxcoreError, match=r"--base .* has no effect: .*own has the config of its model"):
         adapter_command([own, str(tmp_path / "no"), "--base", base])
+    with pytest.raises(AxcoreError, match=r"nowhere is not a model folder"):
+        adapter_command([str(tmp_path / "nowhere"), str(tmp_path / "no"), "--base", base])
     with pytest.raises(AxcoreError, match=r"no config of its model. Give that of the base model \(model=, or `axcore"):
         adapter_command([str(HERE / "gpt2"), str(tmp_path / "no")])
 

@@ -73,7 +73,9 @@ class DrafterSuite(OfferSuite):
             before = engine.stats.accepted_tokens
             engine.generate([request])
             accepted = engine.stats.accepted_tokens - before
-        assert accepted >= self.min_accepted, f"{accepted} drafts were accepted, expected min_accepted"
+        assert accepted >= self.min_accepted, (
+            f"{accepted} drafts were accepted, expected at least min_accepted={self.min_accepted}"
+        )
 
     def test_nothing_compiles_after_warm_up(self) -> None:
         with self._engine() as engine:

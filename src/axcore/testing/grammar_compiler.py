@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
@@ -178,7 +179,7 @@ class GrammarCompilerSuite(OfferSuite):
             "no sample has ended; add a grammar of short texts"
         )
 
-    @property
+    @functools.cached_property
     def _tokens(self) -> list[bytes]:
         """The vocabulary: a token without text, every byte, parts of the texts, and another token without text."""
         rows = [text.encode() for texts in self.texts.values() for text in texts]

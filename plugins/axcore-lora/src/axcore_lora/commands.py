@@ -36,6 +36,7 @@ def adapter(arguments: Sequence[str]) -> int:
     folder, model = new_folder(given.folder), None
     if given.base is not None:
         if not is_peft(given.run):
+            ModelFolder.open(given.run)  # raises if it is no model folder either
             raise AxcoreError(f"--base {given.base} has no effect: {given.run} has the config of its model. Omit it")
         if is_folder(given.base):
             model = ModelFolder.open(given.base).model
