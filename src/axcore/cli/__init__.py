@@ -68,7 +68,7 @@ def _run(arguments: list[str]) -> int:
             commands.choices[name].error(f"unrecognized arguments: {' '.join(unknown)}.{near}")
         return int(parsed.run(parsed) or 0)
     except AxcoreError as error:
-        print(f"axcore: {error}", file=sys.stderr)
+        print("\n  ".join([f"axcore: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         failures.record(error)
         return int(error.exit_code)
 
