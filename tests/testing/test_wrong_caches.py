@@ -118,6 +118,14 @@ class Padding(Cache):
         return dataclasses.replace(tokens, valid=None, index=jnp.minimum(tokens.index, 2))
 
 
+class PaddingLast(Cache):
+    """Padding is stored in the last place of a row."""
+
+    def where(self, inputs):
+        slots, place = super().where(inputs)
+        return slots, jnp.minimum(place, self.config.max_len - 1)
+
+
 class Weights(Cache):
     def __init__(self, cfg, *, rngs):
         super().__init__(cfg, rngs=rngs)
@@ -147,6 +155,7 @@ CHECKS = {
     "engine": ("test_an_engine_gives_the_log_probabilities_of_training",),
     "bounds": ("test_the_bounds_reject_a_cache_that_keeps_nothing",),
     "filled": ("test_rows_can_be_filled_up_to_max_len",),
+    "places": ("test_no_place_is_written_twice",),
     "lengths": ("test_rows_may_have_different_lengths",),
     "one step": ("test_one_step_equals_recomputation",),
     "options": ("test_every_option_of_attention_is_applied",),
@@ -182,10 +191,11 @@ WRONG = {
     "only new": (suite(OnlyNew), "splits"),
     "only new, engine": (suite(OnlyNew), "engine"),
     "padding": (suite(Padding), "lengths"),
+    "padding last": (suite(PaddingLast), "places"),
     "rounded": (suite(Rounded), "one step"),
     "weights": (suite(Weights), "parameters"),
 }
-LONG = ("exact of 10", "lossy of 10", "no axes", "weights")
+LONG = ("exact of 10", "lossy of 10", "no axes", "padding last", "weights")
 
 
 @pytest.mark.parametrize("name", names(WRONG, LONG))

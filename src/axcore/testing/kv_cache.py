@@ -203,6 +203,24 @@ class KVCacheSuite(OfferSuite):
         if self.rollback >= 2:
             self._check(again, self._recomputed()[:, 4:], "after the token was replaced", start=4)
 
+    def test_no_place_is_written_twice(self) -> None:
+        """By one call of `DecodingState.put`, which promises that to XLA. The results of CPUs do not depend on it."""
+        put = nn.DecodingState.put
+
+        def checked(state: nn.DecodingState, at: tuple[jax.Array, ...], values: jax.Array) -> None:
+            sizes = state.whole.shape[len(state.layer) :][: len(at)]
+            places = np.stack([np.ravel(each) for each in np.broadcast_arrays(*at)], axis=-1)
+            inside = places[((places >= 0) & (places < sizes)).all(axis=-1)]
+            assert len(np.unique(inside, axis=0)) == len(inside), f"places are written twice: {inside.tolist()}"
+            put(state, at, values)
+
+        decoder, params, state = Decoder.of(self._model(), cache=self._cache(), batch_size=2, max_len=self.max_len)
+        ids, start = tokens(self.max_len), jnp.zeros(2, jnp.int32)
+        with pytest.MonkeyPatch.context() as patched, jax.disable_jit():  # so that the places are known
+            patched.setattr(nn.DecodingState, "put", checked)
+            _, state = decoder(params, state, Step(ids, start, jnp.asarray([self.max_len, 3])))
+            decoder(params, state, Step(ids[:, 3:6], start, jnp.asarray([3, 0]), jnp.asarray([1, 2])))
+
     def test_rows_are_independent(self) -> None:
         step, params, state = self._decoder()
         ids, expected = tokens(), self._recomputed()
