@@ -300,7 +300,7 @@ class Engine(config.Configurable):
             if self._grammars is None:
                 raise ConfigError(
                     "sampling.grammar requires a grammar compiler. Install a plugin that offers one (`axcore plugins` "
-                    "lists them), and set engine.grammars to its Config"
+                    "lists them), and set engine.grammars to its Config (`axcore serve --grammars NAME`)"
                 )
             self._grammars.check(options.grammar)
 

@@ -96,8 +96,9 @@ def main(arguments: Sequence[str]) -> int:
         raise AxcoreError(f"--adapter: two models have the same name. Choose names that differ, also from {name!r}")
     has_adapters = bool(adapters) or given.adapters is not None
     room = chosen_offer(AdaptersOffer, given.adapters, "--adapters", "axcore-lora") if has_adapters else None
-    has_grammars = given.grammars is not None or bool(registry().offers(GrammarCompilerOffer))
-    grammars = chosen_grammars(given) if has_grammars else None  # without one, requests with a grammar are refused
+    # Without exactly one, requests with a grammar are refused, so that installing another plugin stops no server.
+    has_grammars = given.grammars is not None or len(registry().offers(GrammarCompilerOffer)) == 1
+    grammars = chosen_grammars(given) if has_grammars else None
     keys = [] if given.api_keys is None else _keys(given.api_keys)
     text = None if given.chat_template is None else read_text(given.chat_template, "--chat-template")
 
