@@ -38,7 +38,7 @@ def numbers(hint, wrap=lambda value: value, ranges=()):
             yield from numbers(arm, wrap)
     elif origin is tuple:
         for at, arm in enumerate(arm for arm in args if arm is not ...):
-            others = [1.0] * (0 if ... in args else len(args) - 1)
+            others = [1] * (0 if ... in args else len(args) - 1)
             yield from numbers(arm, lambda value, at=at, others=others: wrap((*others[:at], value, *others[at:])))
     elif isinstance(origin, type) and issubclass(origin, Mapping):
         yield from numbers(args[1], lambda value: wrap({"key": value}))
