@@ -104,8 +104,8 @@ def _row(x: Shaped[Array, " input_dim"], words: int) -> Int32[Array, "each words
 def _kernel(
     x_ref: Any, weight_ref: Any, *refs: Any, types: Any, has_scales: bool, tiling: Tiling, interpret: bool
 ) -> None:
-    """A program computes every `programs`-th output. It keeps x in registers, and loads the weights of an output
-    before it computes the one before.
+    """A program computes every `programs`-th output. It keeps x in registers, and loads the weights of the next output
+    before it computes the current one.
 
     Elements are loaded as words, so that the words of x and of the matrix have the same layout in registers: other
     layouts cost a copy through shared memory, and a barrier, for each load.
