@@ -5,13 +5,14 @@ import dataclasses
 import random
 import zlib
 
-from axcore.infer.host_pool import HostLimits, HostPool
 from axcore.infer.loaded_adapters import LoadedAdapter
-from axcore.infer.pages import PagePool
 from axcore.infer.requests import Request
-from axcore.infer.rows import Rows
-from axcore.infer.scheduler import Scheduler, SchedulerLimits, Sequence
-from axcore.infer.sequences import SavedState
+from axcore.infer.scheduling.host_pool import HostLimits, HostPool
+from axcore.infer.scheduling.limits import SchedulerLimits
+from axcore.infer.scheduling.pages import PagePool
+from axcore.infer.scheduling.rows import Rows
+from axcore.infer.scheduling.scheduler import Scheduler
+from axcore.infer.sequences import SavedState, Sequence
 
 END = 0
 VOCAB = 24

@@ -18,9 +18,10 @@ from flax import nnx
 
 import axcore as ax
 from axcore.config import AxcoreError, ConfigError
-from axcore.infer import BeamOptions, Engine, Request, SamplingOptions, Stream, loop as loop_module
-from axcore.infer.loop import EngineLoop
-from axcore.infer.runner import Runner
+from axcore.infer import BeamOptions, Engine, Request, SamplingOptions, Stream
+from axcore.infer.engine import engine as engine_module
+from axcore.infer.engine.loop import EngineLoop
+from axcore.infer.execution.runner import Runner
 from axcore.infer.sequences import Sequence
 from axcore.module import functional
 from axcore.parallel import Mesh
@@ -439,7 +440,7 @@ def test_a_step_is_read_before_the_next_is_planned_only_if_a_sequence_needs_its_
         of_each.setdefault(loop, []).append(("collect", flight.plan))
         collect(loop, flight)
 
-    monkeypatch.setattr(loop_module, "Sequence", Waiting)
+    monkeypatch.setattr(engine_module, "Sequence", Waiting)
     monkeypatch.setattr(EngineLoop, "_start", started)
     monkeypatch.setattr(EngineLoop, "_collect", collected)
     cfg = Engine.Config(max_len=MAX_LEN, max_rows=3, step_tokens=20, **CACHES[name])

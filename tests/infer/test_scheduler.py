@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from axcore.config import ConfigError
-from axcore.infer.pages import PagePool
-from axcore.infer.scheduler import Scheduler, SchedulerLimits, Sequence
+from axcore.infer.scheduling.limits import SchedulerLimits
+from axcore.infer.scheduling.pages import PagePool
+from axcore.infer.scheduling.scheduler import Scheduler
+from axcore.infer.sequences import Sequence
 
 from .fake_device import END, Arrival, Scenario, Simulation
 from .scenarios import random_host, random_request, random_scenario, request
