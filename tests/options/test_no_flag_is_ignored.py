@@ -118,6 +118,8 @@ VALUES = {
     "export --shard-gib": "1",
     "export --step": "7",
     "export --tokenizer": "{here}/tokenizer.json",
+    "generate --adapter": "sql={here}/adapted",
+    "generate --adapters": "lora:max_adapters=2",
     "generate --cache": "none",
     "generate --choice": "yes",
     "generate --dtype": "bfloat16",
@@ -210,6 +212,7 @@ WITH = {
         for flag in ("cache", "max-rows", "step-tokens")
     },
     "export --force": ["--config", "{here}/other.json"],
+    "generate --adapters": ["--adapter", "sql={here}/adapted"],
     "generate --grammars": ["--regex", "[0-9]"],
     "generate --seed": ["--temperature", "1"],
 }
@@ -294,7 +297,14 @@ def observe(axcore, tiny, corpus, tmp_path, monkeypatch):
     replace(importlib.import_module("axcore.aot.plan"), "plan", shown)
     replace(aot, "explain", shown)
     replace(importlib.import_module("axcore.aot.tune"), "tune", shown)
-    replace(infer, "Generator", lambda *args, **given: calls.append(summary([args, given])) or [])
+
+    def generator(*args, **given):
+        calls.append(summary([args, given]))
+        return []
+
+    generator.load_adapter = None
+    replace(generator, "load_adapter", None)
+    replace(infer, "Generator", generator)
     engine = SimpleNamespace(
         warm_up=None, load_adapter=None, stats=SimpleNamespace(compiled=0, draft_tokens=0, accepted_tokens=0)
     )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 from axcore.cli.compose import add_edits, compose, is_folder
 from axcore.config import AxcoreError, Config, ConfigError
 from axcore.plugin import (
+    AdaptersOffer,
     DrafterOffer,
     GrammarCompilerOffer,
     KVCacheOffer,
@@ -22,7 +23,7 @@ from axcore.plugin import (
 )
 
 if TYPE_CHECKING:
-    from axcore.infer import Engine, Grammar, GrammarCompiler
+    from axcore.infer import Adapters, Engine, Grammar, GrammarCompiler
     from axcore.infer.loading import LoadedModel
     from axcore.infer.speculation import Drafter
     from axcore.nn import KVCache
@@ -127,6 +128,42 @@ def chosen_offer(kind: type[Offer], text: str | None, flag: str, package: str) -
             raise PluginError(f"{flag}: several are installed: {', '.join(names)}. Choose one, as in {flag} {names[0]}")
         (text,) = names
     return offered(kind, text)
+
+
+def add_adapters(parser: argparse.ArgumentParser, text: str) -> None:
+    """Adds `--adapter` and `--adapters`.
+
+    Args:
+        text: what a NAME is for.
+    """
+    parser.add_argument("--adapter", metavar="NAME=FOLDER", action="append", default=[], help=text)
+    parser.add_argument(
+        "--adapters",
+        metavar="ADAPTERS[:KEY=VALUE,...]",
+        help="room for adapters: one of the adapters that `axcore plugins` lists (default: the only one that is "
+        "installed, if there is an --adapter)",
+    )
+
+
+def chosen_adapters(arguments: argparse.Namespace) -> tuple[dict[str, str], Adapters.Config | None]:
+    """The folders of `--adapter`, by name, and the room for adapters; None: neither flag is given.
+
+    Raises:
+        AxcoreError: an `--adapter` has another form, or two have the same name.
+        PluginError: see `chosen_offer`.
+    """
+    folders: dict[str, str] = {}
+    for text in arguments.adapter:
+        name, equals, folder = text.partition("=")
+        if not (name and equals and folder):
+            raise AxcoreError(f"--adapter {text}: must have the form NAME=FOLDER, such as sql=runs/sql")
+        if name in folders:
+            raise AxcoreError(f"--adapter {text}: another --adapter has the name {name!r}. Choose names that differ")
+        folders[name] = folder
+    if not folders and arguments.adapters is None:
+        return folders, None
+    room = chosen_offer(AdaptersOffer, arguments.adapters, "--adapters", "axcore-lora")
+    return folders, cast("Adapters.Config", room)
 
 
 def add_guide(parser: argparse.ArgumentParser) -> None:
