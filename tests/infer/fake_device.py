@@ -376,7 +376,8 @@ class Simulation:
         assert not planned & verified, "a sequence is planned although its length is unknown"
         for sequence in self.running():
             is_decoding = sequence.num_computed + 1 == sequence.length and sequence.id not in verified
-            if (is_decoding and not self.scheduler._is_stale(sequence)) or sequence.is_complete:
+            is_current = sequence.num_computed >= limits.first_chunk(sequence.length)  # keys of a row of this length
+            if (is_decoding and is_current) or sequence.is_complete:
                 assert sequence.id in planned, "a sequence that decodes lost a step"
         for chunk in chunks:
             sequence = chunk.sequence
