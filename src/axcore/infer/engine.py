@@ -111,6 +111,23 @@ class Engine(config.Configurable):
                 burst_tokens=self.burst_tokens,
             )
 
+        def limits(self, decoder: Decoder) -> SchedulerLimits:
+            """The sizes of the scheduler."""
+            return SchedulerLimits(
+                self.max_rows,
+                self.max_len,
+                self.step_tokens,
+                self.burst_tokens,
+                chunk_multiple=self.buckets(decoder).part or 1,
+                recompute_above=decoder.recompute_above,
+            )
+
+        @property
+        def num_drafts(self) -> int:
+            """The largest number of drafts of a row. A row of max_len tokens has a last token and drafts, and samples
+            a token after them."""
+            return 0 if self.speculation is None else min(self.speculation.num_speculative_tokens, self.max_len - 2)
+
     config: Config
 
     def __init__(
@@ -142,34 +159,23 @@ class Engine(config.Configurable):
         vocab_size = getattr(model.config, "vocab_size", None)
         self._programs = Programs(decoder, params, state, vocab_size, adapters=self._adapters)
         self._loaded = LoadedAdapters(0 if cfg.adapters is None else cfg.adapters.max_adapters)
-        self._drafter, num_drafts = None, 0
+        self._drafter = None
         if cfg.speculation is not None:
             programs = self._programs
             target = Target(model, decoder, lambda: programs.state, programs.vocab_size, draft_model)
             self._drafter = cfg.speculation.build(target)
-            # A row of max_len tokens has a last token and drafts, and samples a token after them.
-            num_drafts = min(cfg.speculation.num_speculative_tokens, cfg.max_len - 2)
         self._pool = None
         if decoder.paging is not None:
             shares = decoder.shares_prefixes and cfg.prefix_caching is not False
             self._pool = PagePool(decoder.paging.num_pages, decoder.paging.page_size, shares_prefixes=shares)
-        buckets = cfg.buckets(decoder)
         self._grammars = None
         if cfg.grammars is not None and tokenizer is not None:
             self._grammars = Grammars(cfg.grammars, tokenizer, self.vocab_size, self.eos_ids)
         kept = StateLayout(decoder, state)
         host = checked_host_limits(cfg, kept, shares_prefixes=self._pool is not None and self._pool.shares_prefixes)
         self._transfers = Transfers(self._programs, kept, host)
-        runner = Runner(self._programs, self._transfers, buckets, self.eos_ids, num_drafts)
-        limits = SchedulerLimits(
-            cfg.max_rows,
-            cfg.max_len,
-            cfg.step_tokens,
-            cfg.burst_tokens,
-            chunk_multiple=buckets.part or 1,
-            recompute_above=decoder.recompute_above,
-        )
-        self._scheduler = Scheduler(limits, self._pool, host)
+        runner = Runner(self._programs, self._transfers, cfg.buckets(decoder), self.eos_ids, cfg.num_drafts)
+        self._scheduler = Scheduler(cfg.limits(decoder), self._pool, host)
         self._loop = EngineLoop(self._scheduler, runner, self._programs.free, self.eos_ids, self._loaded, self._drafter)
         self._handovers = Handovers(model, kept, self.vocab_size, prefill, check=self.check, queue=self._queue)
 
