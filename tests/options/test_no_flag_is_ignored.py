@@ -71,7 +71,14 @@ COMMANDS = {
 }
 """Arguments with which each command succeeds."""
 
-ENGINE = {"cache": "contiguous:max_len=9", "max-len": "64", "max-rows": "3", "step-tokens": "64"}
+ENGINE = {
+    "burst-tokens": "1024",
+    "cache": "contiguous:max_len=9",
+    "max-len": "64",
+    "max-rows": "3",
+    "speculation": "ngram",
+    "step-tokens": "64",
+}
 EDITS = {"--use": "alibi", "--set": "seed=5", "--target": "gpu-h100-8"}
 VALUES = {
     **{
@@ -101,16 +108,7 @@ VALUES = {
     "convert --dtype": "bfloat16",
     "convert --tokenizer": "{here}/tokenizer.json",
     "doctor --json": None,
-    **{
-        f"{name} --{flag}": value
-        for name in ("explain", "tune")
-        for flag, value in {
-            "cache": "contiguous:max_len=9",
-            "max-len": "64",
-            "max-rows": "3",
-            "step-tokens": "64",
-        }.items()
-    },
+    **{f"{name} --{flag}": value for name in ("explain", "tune") for flag, value in ENGINE.items()},
     "explain --json": None,
     "export --config": "{here}/same.json",
     "export --dtype": "bfloat16",
@@ -206,11 +204,7 @@ VALUES = {
 }
 """A value for each flag, which differs from the one in COMMANDS; None: a flag without a value."""
 WITH = {
-    **{
-        f"{name} --{flag}": ["--max-len", "64"]
-        for name in ("explain", "tune")
-        for flag in ("cache", "max-rows", "step-tokens")
-    },
+    **{f"{name} --{flag}": ["--max-len", "64"] for name in ("explain", "tune") for flag in ENGINE if flag != "max-len"},
     "export --force": ["--config", "{here}/other.json"],
     "generate --adapters": ["--adapter", "sql={here}/adapted"],
     "generate --grammars": ["--regex", "[0-9]"],

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from axcore.nn import KVCache
     from axcore.parallel import Layout
 
+type Parser = argparse.ArgumentParser | argparse._ArgumentGroup
+"""What takes arguments."""
 STEP_TOKENS, CPU_STEP_TOKENS = 512, 64
 """The default of `--step-tokens`. A CPU has no idle arithmetic, so more tokens only delay those of other samples."""
 AXES = ("data", "fsdp", "expert", "tensor")
@@ -90,7 +92,7 @@ def chosen_layout(arguments: argparse.Namespace) -> Layout | None:
     return Mesh(shape=shape).make(devices[:count])
 
 
-def add_speculation(parser: argparse.ArgumentParser) -> None:
+def add_speculation(parser: Parser) -> None:
     """Adds `--speculation`."""
     parser.add_argument(
         "--speculation",
@@ -176,7 +178,7 @@ def add_guide(parser: argparse.ArgumentParser) -> None:
     add_grammars(group)
 
 
-def add_grammars(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+def add_grammars(parser: Parser) -> None:
     """Adds `--grammars`."""
     parser.add_argument(
         "--grammars",
@@ -245,22 +247,25 @@ def chosen_cache(arguments: argparse.Namespace) -> KVCache.Config:
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
-    """Adds `--max-len`, `--max-rows`, `--step-tokens` and `--cache`: an engine whose attention calls count, too."""
+    """Adds `--max-len` and the other fields of `Engine.Config` that change the attention calls of an engine."""
     group = parser.add_argument_group("engine", "also the attention calls of an engine on one device")
     group.add_argument(
         "--max-len", type=int, metavar="TOKENS", help="maximum number of tokens of a row; required by the others"
     )
     group.add_argument("--max-rows", type=int, help="maximum number of rows that decode together (default: 8)")
-    group.add_argument("--step-tokens", type=int, help="maximum number of prompt tokens of a step (default: 512)")
+    add_step_sizes(group, str(STEP_TOKENS))
     group.add_argument("--cache", metavar="CACHE[:KEY=VALUE,...]", help="KV cache (default: contiguous)")
+    add_speculation(group)
 
 
-def add_step_sizes(parser: argparse.ArgumentParser) -> None:
-    """Adds `--step-tokens` and `--burst-tokens`, see `Engine.Config`."""
+def add_step_sizes(parser: Parser, default: str = f"{STEP_TOKENS}, on CPUs {CPU_STEP_TOKENS}") -> None:
+    """Adds `--step-tokens` and `--burst-tokens`, see `Engine.Config`.
+
+    Args:
+        default: the default of `--step-tokens`.
+    """
     parser.add_argument(
-        "--step-tokens",
-        type=int,
-        help=f"maximum number of prompt tokens of a step (default: {STEP_TOKENS}, on CPUs {CPU_STEP_TOKENS})",
+        "--step-tokens", type=int, help=f"maximum number of prompt tokens of a step (default: {default})"
     )
     parser.add_argument(
         "--burst-tokens",
@@ -285,15 +290,16 @@ def chosen_engine(arguments: argparse.Namespace) -> Engine.Config | None:
     Raises:
         AxcoreError: a flag has no effect without `--max-len`.
     """
-    given = {name: getattr(arguments, name) for name in ("max_rows", "step_tokens")}
-    given = {name: value for name, value in given.items() if value is not None}
+    names = "max_rows", "step_tokens", "burst_tokens", "cache", "speculation"
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     if arguments.max_len is None:
-        for name in (*given, *(["cache"] if arguments.cache is not None else [])):
+        for name in given:
             raise AxcoreError(f"--{name.replace('_', '-')} describes an engine, which also requires --max-len")
         return None
     from axcore.infer import Engine
 
-    return Engine.Config(cache=chosen_cache(arguments), max_len=arguments.max_len, **given)
+    given |= {"cache": chosen_cache(arguments), "speculation": chosen_drafter(arguments)}
+    return Engine.Config(max_len=arguments.max_len, **given)
 
 
 def loaded_model(arguments: argparse.Namespace, *, weights: bool = True, layout: Layout | None = None) -> LoadedModel:

@@ -171,6 +171,7 @@ class Decoder:
         layout: Layout | None = None,
         unstack: bool = True,
         fuse: bool = True,
+        max_rollback: int = 0,
     ) -> tuple[Decoder, Tree, Tree]:
         """`of` without arrays: the decoder, and the shapes and shardings of the parameters and of the initial state.
 
@@ -186,7 +187,7 @@ class Decoder:
         if fuse and _is_single(layout):
             _, params, held = abstract(cfg)
             cfg, _ = fused(cfg, params, held)
-        cfg = for_decoding(cfg, batch_size=batch_size, max_len=max_len, cache=cache)
+        cfg = for_decoding(cfg, batch_size=batch_size, max_len=max_len, cache=cache, max_rollback=max_rollback)
         fn, params, held = abstract(cfg)
         params = in_compute_dtype(fn.bind(params, held), params)
         state = {"lengths": jax.ShapeDtypeStruct((batch_size,), jnp.int32), "model": held}

@@ -14,7 +14,6 @@ from axcore.infer.execution.runner import Runner
 from axcore.infer.execution.transfers import Transfers
 from axcore.infer.execution.warm_up import WarmUp, compile_programs
 from axcore.infer.loaded_adapters import LoadedAdapters
-from axcore.infer.scheduling.limits import SchedulerLimits
 from axcore.infer.scheduling.pages import PagePool
 from axcore.infer.scheduling.scheduler import Scheduler
 from axcore.infer.speculation import Target, keeping_hidden_states
@@ -76,12 +75,10 @@ class EngineCore:
             decoder, state = keeping_hidden_states(decoder, state, model)
         vocab_size = getattr(model.config, "vocab_size", None)
         self.programs = programs = Programs(decoder, params, state, vocab_size, eos_ids=eos_ids, adapters=self.adapters)
-        self.drafter, num_drafts = None, 0
+        self.drafter = None
         if speculation is not None:
             target = Target(model, decoder, lambda: programs.state, programs.vocab_size, draft_model)
             self.drafter = speculation.build(target)
-            # A row of max_len tokens has a last token and drafts, and samples a token after them.
-            num_drafts = min(speculation.num_speculative_tokens, cfg.max_len - 2)
         pool = None
         if decoder.paging is not None:
             shares = decoder.shares_prefixes and cfg.prefix_caching is not False
@@ -89,18 +86,9 @@ class EngineCore:
         self.state_layout = StateLayout(decoder, state)
         host = checked_host_limits(cfg, self.state_layout, shares_prefixes=pool is not None and pool.shares_prefixes)
         self.transfers = Transfers(programs, self.state_layout, host)
-        buckets = cfg.buckets(decoder)
-        self.runner = Runner(programs, self.transfers, buckets, num_drafts)
-        limits = SchedulerLimits(
-            cfg.max_rows,
-            cfg.max_len,
-            cfg.step_tokens,
-            cfg.burst_tokens,
-            chunk_multiple=buckets.part or 1,
-            recompute_above=decoder.recompute_above,
-        )
-        self.scheduler = Scheduler(limits, pool, host)
-        self._pool, self._buckets, self._num_drafts = pool, buckets, num_drafts
+        self._pool, self._buckets, self._num_drafts = pool, cfg.buckets(decoder), cfg.num_drafts
+        self.runner = Runner(programs, self.transfers, self._buckets, self._num_drafts)
+        self.scheduler = Scheduler(cfg.limits(decoder), pool, host)
 
     def stats(self, counters: EngineStats) -> EngineStats:
         """The counters now.

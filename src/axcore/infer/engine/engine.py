@@ -27,6 +27,7 @@ from axcore.infer.grammar import GrammarCompiler
 from axcore.infer.guide import Grammars
 from axcore.infer.requests import Piece, Request
 from axcore.infer.sampling import Method, seed_words
+from axcore.infer.scheduling.limits import SchedulerLimits
 from axcore.infer.sequences import Sequence
 from axcore.infer.speculation import Drafter
 from axcore.infer.stats import EngineStats
@@ -105,6 +106,23 @@ class Engine(config.Configurable, BaseEngine):
                 has_parts=decoder.shares_prefixes,
                 burst_tokens=self.burst_tokens,
             )
+
+        def limits(self, decoder: Decoder) -> SchedulerLimits:
+            """The sizes of the scheduler."""
+            return SchedulerLimits(
+                self.max_rows,
+                self.max_len,
+                self.step_tokens,
+                self.burst_tokens,
+                chunk_multiple=self.buckets(decoder).part or 1,
+                recompute_above=decoder.recompute_above,
+            )
+
+        @property
+        def num_drafts(self) -> int:
+            """The largest number of drafts of a row. A row of max_len tokens has a last token and drafts, and samples
+            a token after them."""
+            return 0 if self.speculation is None else min(self.speculation.num_speculative_tokens, self.max_len - 2)
 
     config: Config
 
