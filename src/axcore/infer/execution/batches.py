@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Int
 
@@ -15,22 +17,38 @@ from axcore.infer.sequences import Chunk
 from axcore.nn import Phase
 
 
-class Batch(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
     """Rows of one width in a call of the model, padded to a bucket.
 
-    The arrays are new for each call: JAX on CPU may read NumPy memory after the call returns.
+    All numbers are in one array, since every array of a call costs time on the host. It is new for each call: JAX on
+    CPU may read NumPy memory after the call returns.
 
     Attributes:
-        ids: the new tokens of each row.
         ints: for each row the start, the number of new tokens, the slot, 1 if the first new token is the one that was
-            sampled last in this slot, else 0, and the slot of the adapter or -1. A padding row has no new tokens, and a
-            slot that is out of range.
-        pages: the page table of each row; None if the caches have no pages.
+            sampled last in this slot, else 0, and the slot of the adapter or -1; then its new tokens and its page
+            table. A padding row has no new tokens, and a slot that is out of range.
+        width: the number of columns for new tokens.
     """
 
-    ids: Int[np.ndarray, "rows width"]
-    ints: Int[np.ndarray, "rows 5"]
-    pages: Int[np.ndarray, "rows pages_per_row"] | None
+    ints: Int[np.ndarray, "rows columns"]
+    width: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def scalars(self) -> Int[np.ndarray, "rows 5"]:
+        """The numbers of each row before its tokens."""
+        return self.ints[:, :5]
+
+    @property
+    def ids(self) -> Int[np.ndarray, "rows width"]:
+        """The new tokens of each row."""
+        return self.ints[:, 5 : 5 + self.width]
+
+    @property
+    def pages(self) -> Int[np.ndarray, "rows pages_per_row"]:
+        """The page table of each row; without columns if the caches have no pages."""
+        return self.ints[:, 5 + self.width :]
 
 
 class ModelCall(NamedTuple):
@@ -45,6 +63,11 @@ class ModelCall(NamedTuple):
     decode: Batch | None
     prefill: Batch | None = None
     at: Int[np.ndarray, " rows"] | None = None
+
+    @property
+    def num_logits(self) -> int:
+        """The number of rows whose logits are returned."""
+        return sum(len(rows.ints) for rows in self.blocks.values()) if self.at is None else len(self.at)
 
     @property
     def blocks(self) -> dict[Phase, Batch]:
@@ -105,8 +128,8 @@ class Packer:
         decoding = {row: _whole(chunk) for row, chunk in rows.items() if at[row] < most}
         pages = max(len(chunk.sequence.pages) for chunk in (*decode, *prompts[:number]))
         prefill = self.batch(parts, shape, pages)
-        pages = pages if prefill.pages is None else prefill.pages.shape[1]
-        return ModelCall(self.batch(decoding, Shape(most, 1), pages), prefill, at), rows, number
+        batch = self.batch(decoding, Shape(most, 1), prefill.pages.shape[1])
+        return ModelCall(batch, prefill, at), rows, number
 
     def decoding(self, decode: Sequence[Chunk], width: int = 1) -> tuple[dict[int, Chunk], Batch]:
         """Chunks of rows that decode, with at most `width - 1` drafts each. Returns the chunk of each row, and the
@@ -122,20 +145,21 @@ class Packer:
     def batch(self, rows: Mapping[int, Part], shape: Shape, pages: int = 1) -> Batch:
         """Some rows of a call of this shape, and padding in the others. The page tables have the size of the smallest
         bucket of at least `pages` that holds all rows."""
-        ids, ints, table = np.zeros(shape, np.int32), np.zeros((shape.rows, 5), np.int32), None
-        ints[:, 2:] = self._decoder.batch_size, 0, -1  # a slot that is out of range, and no adapter
+        columns = 0
         if (paging := self._decoder.paging) is not None:
             longest = max((len(part.chunk.sequence.pages) for part in rows.values()), default=0)
-            pages = bucket(self._buckets.pages, max(pages, longest, paging.pages_for(shape.width)))
-            table = np.full((shape.rows, pages), paging.num_pages, np.int32)  # out of range
+            columns = bucket(self._buckets.pages, max(pages, longest, paging.pages_for(shape.width)))
+        batch = Batch(np.zeros((shape.rows, 5 + shape.width + columns), np.int32), shape.width)
+        batch.scalars[:, 2:] = self._decoder.batch_size, 0, -1  # a slot that is out of range, and no adapter
+        batch.pages[:] = 0 if paging is None else paging.num_pages  # out of range
         for row, (chunk, offset, length) in rows.items():
             tokens, owned = chunk.ids[offset : offset + length], chunk.sequence.pages
-            ids[row, : len(tokens)] = tokens
             adapter = -1 if chunk.sequence.adapter is None else chunk.sequence.adapter.slot
-            ints[row] = chunk.start + offset, length, slot_of(chunk), int(not chunk.ids), adapter
-            if table is not None:
-                table[row, : len(owned)] = owned
-        return Batch(ids, ints, table)
+            batch.scalars[row] = chunk.start + offset, length, slot_of(chunk), int(not chunk.ids), adapter
+            batch.ids[row, : len(tokens)] = tokens
+            if paging is not None:
+                batch.pages[row, : len(owned)] = owned
+        return batch
 
     def _row(self, row: int, chunk: Chunk) -> int:
         """The row of a chunk that decodes: its slot without pages; see `ModelCall.decode`."""

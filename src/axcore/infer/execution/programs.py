@@ -76,14 +76,17 @@ class Programs:
             pages=None if decoder.paging is None else table,
             adapters=None if adapters is None else row,
         )
-        columns = jax.eval_shape(decoder, params, state, one)[0].shape[-1]
-        self.vocab_size = columns if vocab_size is None else vocab_size
+        logits = jax.eval_shape(decoder, params, state, one)[0]
+        self._columns, self._logits_dtype = logits.shape[-1], logits.dtype
+        self.vocab_size = self._columns if vocab_size is None else vocab_size
         self._last = jnp.zeros((decoder.batch_size,), jnp.int32)
-        self._counts = Counts.zeros(decoder.batch_size, columns)
+        self._counts = Counts.zeros(decoder.batch_size, self._columns)
+        self._logits: dict[int, jax.Array] = {}
+        self._home: jax.sharding.Sharding | None = None
         self._commit()
         self.compiler = Compiler()
         jit = self.compiler.jit
-        self._model = jit(self._trace_model, donate_argnums=1)
+        self._model = jit(self._trace_model, donate_argnums=(1, 2), keep_unused=True)
         self._model_of_drafts = jit(self._trace_model_of_drafts, donate_argnums=1)
         self._verifier = jit(self._trace_verifier, donate_argnums=(1, 2))
         self._scorer = jit(self._trace_scorer, donate_argnums=1)
@@ -101,17 +104,40 @@ class Programs:
             return
         homes = {leaf.sharding for leaf in jax.tree.leaves(self._params)}
         if len(homes) == 1 and isinstance(home := homes.pop(), SingleDeviceSharding):
-            held = self._params, self.state, self._last, self._counts
+            self._home, held = home, (self._params, self.state, self._last, self._counts)
             self._params, self.state, self._last, self._counts = jax.device_put(held, home)
 
     def logits(self, call: ModelCall) -> Float[Array, "rows vocab"]:
         """Runs the model.
 
         Returns:
-            The logits of the last new token of each row; NaN in padding rows.
+            The logits of the last new token of each row; NaN in padding rows. They are valid until the next call with
+            as many rows, which overwrites them.
         """
-        logits, self.state = self._model(self._params, self.state, self._last, call.blocks, call.at)
+        rows = call.num_logits
+        spent = self._spent(rows)
+        logits, self.state = self._model(self._params, self.state, spent, self._last, call.blocks, call.at)
+        self._logits[rows] = logits
         return logits
+
+    def _spent(self, rows: int) -> Float[Array, "rows vocab"]:
+        """The logits of the last call with this number of rows, in whose memory the next one writes its own.
+
+        XLA keeps activations where it writes the logits later, and a CUDA graph holds the addresses of its kernels. If
+        the logits moved, the host would change most kernels of the graph before each step, which takes longer than the
+        step of a small model.
+        """
+        if rows not in self._logits:
+            zeros = jax.jit(lambda: self._spread(jnp.zeros((rows, self._columns), self._logits_dtype)))()
+            self._logits[rows] = zeros if self._home is None else jax.device_put(zeros, self._home)
+        return self._logits[rows]
+
+    def _spread(self, logits: Float[Array, "rows vocab"]) -> Float[Array, "rows vocab"]:
+        """Logits in the one sharding that all programs use, so that one program samples from all of them."""
+        if self.decoder.layout is None:
+            return logits
+        with self.decoder.layout.active():
+            return constrain(logits, "batch", "vocab")
 
     def scored(self, rows: Batch, targets: Int[np.ndarray, "1 width"]) -> tuple[Float[Array, "1 vocab"], LogProbs]:
         """Runs the model on a chunk of a prompt.
@@ -197,16 +223,18 @@ class Programs:
         program may run afterwards."""
         with contextlib.suppress(RuntimeError):  # a step failed, or its arrays are gone
             jax.block_until_ready((self.state, self._last, self._counts))
-        del self._params, self.state, self._last, self._counts
+        del self._params, self.state, self._last, self._counts, self._logits
 
     def _trace_model(
         self,
         params: Tree,
         state: Tree,
+        spent: jax.Array,
         last: jax.Array,
         blocks: Mapping[Phase, Batch],
         at: jax.Array | None,
     ) -> tuple[jax.Array, Tree]:
+        del spent  # only its memory is used
         self.num_traced += 1
         steps = []
         for phase, rows in blocks.items():
@@ -215,11 +243,7 @@ class Programs:
             steps.append(dataclasses.replace(step, logits_at=jnp.maximum(step.lengths - 1, 0)[:, None]))
         logits, state = self.decoder(params, state, steps)
         found = jnp.concatenate([of_step[:, 0] for of_step in logits]) if len(logits) > 1 else logits[0][:, 0]
-        found = found if at is None else found[at]
-        if self.decoder.layout is not None:  # equal shardings, so that one program samples from all of them
-            with self.decoder.layout.active():
-                found = constrain(found, "batch", "vocab")
-        return found, state
+        return self._spread(found if at is None else found[at]), state
 
     def _trace_model_of_drafts(self, params: Tree, state: Tree, last: jax.Array, rows: Batch) -> tuple[jax.Array, Tree]:
         self.num_traced += 1
@@ -248,20 +272,22 @@ class Programs:
 
     def _step(self, state: Tree, last: jax.Array, rows: Batch, phase: Phase) -> Step:
         all_slots = phase == "decode" and self.decoder.paging is None  # see `ModelCall.decode`
-        start, lengths, slots, continues, adapters = jnp.moveaxis(jnp.asarray(rows.ints), 1, 0)
+        start, lengths, slots, continues, adapters = jnp.moveaxis(jnp.asarray(rows.scalars), 1, 0)
         if all_slots:  # a slot without new tokens keeps its row
             start = jnp.where(lengths > 0, start, state["lengths"])
         sampled = last.at[slots].get(mode="fill", fill_value=0)
-        ids = jnp.where((continues == 1)[:, None] & (jnp.arange(rows.ids.shape[1]) == 0), sampled[:, None], rows.ids)
-        return Step(
+        ids = jnp.where((continues == 1)[:, None] & (jnp.arange(rows.width) == 0), sampled[:, None], rows.ids)
+        step = Step(
             ids=ids,
             start=start,
             lengths=lengths,
             slots=None if all_slots else slots,
-            pages=rows.pages if rows.pages is None else jnp.asarray(rows.pages),
+            pages=None if self.decoder.paging is None else jnp.asarray(rows.pages),
             adapters=None if self._adapters is None else adapters,
             phase=phase,
         )
+        # Copies of the numbers, which all layers read, have the same addresses in each call; see `_spent`.
+        return jax.lax.optimization_barrier(step)
 
     def _trace_sampler(
         self, logits: jax.Array, last: jax.Array, counts: Counts, slots: jax.Array, rows: SamplingRows

@@ -70,7 +70,7 @@ class Runner:
             if chunk.sequence.request.pooling is not None:
                 states.append((chunk, self._programs.embedded(batch)))
                 continue
-            logits, found = self._programs.scored(batch, _targets(chunk, batch.ids.shape[1]))
+            logits, found = self._programs.scored(batch, _targets(chunk, batch.width))
             scores.append((chunk, found))
             if chunk.is_last:
                 calls.append(self._sampled({0: chunk}, logits, seeds, masks))
@@ -100,7 +100,7 @@ class Runner:
         """Runs the model on rows that decode, of which some have drafts, and samples their next tokens."""
         width = 1 + self._num_drafts
         rows, batch = self._packer.decoding(decode, width)
-        logits, size = self._programs.logits_of_drafts(batch), len(batch.ids)
+        logits, size = self._programs.logits_of_drafts(batch), len(batch.ints)
         tokens, drafts = [PADDING] * (size * width), np.full((size, width - 1), NO_DRAFT, np.int32)
         for row, chunk in rows.items():
             of_row = chunk.ids[1:]
