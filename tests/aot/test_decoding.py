@@ -9,6 +9,7 @@ from axcore.aot.decoding import engine_choices
 from axcore.aot.explain import built
 from axcore.aot.tune import example, tune
 from axcore.infer import Engine
+from axcore.infer.speculation import NGram
 from axcore.nn import Attention, ContiguousCache, KernelRequest, ReferenceKernel, TunableKernel
 from axcore.nn.attention.formula import dense_attention
 from axcore.testing import tiny_model
@@ -50,16 +51,24 @@ class Wide(TunableKernel):
         return dense_attention(inputs)
 
 
-def engine(cache):
-    return Engine.Config(cache=CACHES[cache], max_rows=2, max_len=30, step_tokens=20)
+def engine(cache, **fields):
+    return Engine.Config(cache=CACHES[cache], max_rows=2, max_len=30, step_tokens=20, **fields)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("cache", CACHES)
-def test_the_requests_are_those_of_a_warm_engine(cache):
+@pytest.mark.parametrize(
+    ("cache", "fields"),
+    [
+        *((cache, {}) for cache in CACHES),
+        ("contiguous", {"speculation": NGram.Config(num_speculative_tokens=2)}),
+        ("paged", {"burst_tokens": 60, "speculation": NGram.Config(num_speculative_tokens=50)}),
+    ],
+)
+def test_the_requests_are_those_of_a_warm_engine(cache, fields):
     cfg = ax.select(tiny_model(), Attention).set(kernel=Spy.Config())
-    listed = [request for choice in engine_choices(cfg, engine(cache), None) for request in choice.requests]
-    with engine(cache).build(cfg.build(rngs=ax.Rngs(0))) as running:
+    given = engine(cache, **fields)
+    listed = [request for choice in engine_choices(cfg, given, None) for request in choice.requests]
+    with given.build(cfg.build(rngs=ax.Rngs(0))) as running:
         SEEN.clear()
         running.warm_up(("greedy",))
     assert {request.signature for request in listed} == {request.signature for request in SEEN}
@@ -70,6 +79,18 @@ def test_the_requests_are_those_of_a_warm_engine(cache):
         heads, _ = built(ReferenceKernel.Config(), request)(inputs)
         plain, _ = dense_attention(inputs)
         np.testing.assert_allclose(heads, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"burst_tokens": 60}, r"engine\.burst_tokens=60 requires a cache with pages in every layer"),
+        ({"cache": CACHES["paged"], "burst_tokens": 20}, r"engine\.burst_tokens=20 must exceed engine\.step_tokens=20"),
+    ],
+)
+def test_an_engine_that_cannot_be_built_is_refused(fields, message):
+    with pytest.raises(ax.ConfigError, match=message):
+        engine_choices(tiny_model(), engine("contiguous").set(**fields), None)
 
 
 def test_explain_lists_the_calls_of_an_engine():

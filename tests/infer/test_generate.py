@@ -180,6 +180,17 @@ def test_invalid_arguments_raise_with_their_name(model, changes, message):
         generate(model, arguments.pop("prompt"), **arguments)
 
 
+def test_adapters_require_a_cache(generator):
+    without = generator(context=16)
+    for use in (
+        lambda: generator(context=16, adapters=object()),
+        lambda: without.load_adapter("sql", "runs/sql"),
+        lambda: without([1], num_tokens=2, key=KEY, adapter="sql"),
+    ):
+        with pytest.raises(AxcoreError, match=r"adapters? .*requires? a cache, such as ContiguousCache"):
+            use()
+
+
 # With a cache.
 
 

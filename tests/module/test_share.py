@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import axcore as ax
-from axcore.module import ContextError, functional, invoke, scan, stack
+from axcore.module import ContextError, functional, invoke, scan, stack, traced_once
 
 
 class Giver(ax.Layer):
@@ -20,7 +20,9 @@ class Giver(ax.Layer):
 
 class Taker(ax.Layer):
     def __call__(self, x):
-        return x + self.shared("value")["times"]
+        times = self.shared("value")["times"]
+        assert isinstance(times, jax.Array)  # also a number that was shared
+        return x + times
 
 
 class Both(ax.Layer):
@@ -164,6 +166,35 @@ def test_the_bodies_of_other_transforms_read_earlier_values(transform):
     module = Mapped.Config(transform=transform).build(rngs=ax.Rngs(0))
     found = jax.jit(lambda x: invoke(module, x)[0])(jnp.float32(1.0))
     np.testing.assert_array_equal(found, np.full(found.shape, 3.0))
+
+
+class Names(ax.Layer):
+    class Config(ax.Layer.Config):
+        value: object = None
+
+    def __call__(self, x):
+        self.share("value", {"times": self.config.value})
+        return x
+
+
+@pytest.mark.parametrize("value", ["a", max])
+@pytest.mark.parametrize("transform", [lambda fn: fn, traced_once, ax.remat], ids=["alone", "traced_once", "remat"])
+def test_only_arrays_and_numbers_are_shared_in_any_transform(value, transform):
+    class Through(Both):
+        class Config(Both.Config):
+            pass
+
+        def __call__(self, x):
+            for part in self.parts:
+                x = transform(lambda part, x: part(x))(part, x)
+            return x
+
+    def run_with(value):
+        return run(Through.Config(parts=(Names.Config(value=value), Taker.Config())))
+
+    assert run_with(2) == 3.0
+    with pytest.raises(ContextError, match=r"parts\.0 \(Names\): the shared value 'value' must contain only arrays"):
+        run_with(value)
 
 
 def test_values_shared_in_remat_reach_later_layers_and_carry_gradients():

@@ -71,7 +71,14 @@ COMMANDS = {
 }
 """Arguments with which each command succeeds."""
 
-ENGINE = {"cache": "contiguous:max_len=9", "max-len": "64", "max-rows": "3", "step-tokens": "64"}
+ENGINE = {
+    "burst-tokens": "1024",
+    "cache": "contiguous:max_len=9",
+    "max-len": "64",
+    "max-rows": "3",
+    "speculation": "ngram",
+    "step-tokens": "64",
+}
 EDITS = {"--use": "alibi", "--set": "seed=5", "--target": "gpu-h100-8"}
 VALUES = {
     **{
@@ -101,16 +108,7 @@ VALUES = {
     "convert --dtype": "bfloat16",
     "convert --tokenizer": "{here}/tokenizer.json",
     "doctor --json": None,
-    **{
-        f"{name} --{flag}": value
-        for name in ("explain", "tune")
-        for flag, value in {
-            "cache": "contiguous:max_len=9",
-            "max-len": "64",
-            "max-rows": "3",
-            "step-tokens": "64",
-        }.items()
-    },
+    **{f"{name} --{flag}": value for name in ("explain", "tune") for flag, value in ENGINE.items()},
     "explain --json": None,
     "export --config": "{here}/same.json",
     "export --dtype": "bfloat16",
@@ -118,6 +116,8 @@ VALUES = {
     "export --shard-gib": "1",
     "export --step": "7",
     "export --tokenizer": "{here}/tokenizer.json",
+    "generate --adapter": "sql={here}/adapted",
+    "generate --adapters": "lora:max_adapters=2",
     "generate --cache": "none",
     "generate --choice": "yes",
     "generate --dtype": "bfloat16",
@@ -204,12 +204,9 @@ VALUES = {
 }
 """A value for each flag, which differs from the one in COMMANDS; None: a flag without a value."""
 WITH = {
-    **{
-        f"{name} --{flag}": ["--max-len", "64"]
-        for name in ("explain", "tune")
-        for flag in ("cache", "max-rows", "step-tokens")
-    },
+    **{f"{name} --{flag}": ["--max-len", "64"] for name in ("explain", "tune") for flag in ENGINE if flag != "max-len"},
     "export --force": ["--config", "{here}/other.json"],
+    "generate --adapters": ["--adapter", "sql={here}/adapted"],
     "generate --grammars": ["--regex", "[0-9]"],
     "generate --seed": ["--temperature", "1"],
 }
@@ -294,7 +291,14 @@ def observe(axcore, tiny, corpus, tmp_path, monkeypatch):
     replace(importlib.import_module("axcore.aot.plan"), "plan", shown)
     replace(aot, "explain", shown)
     replace(importlib.import_module("axcore.aot.tune"), "tune", shown)
-    replace(infer, "Generator", lambda *args, **given: calls.append(summary([args, given])) or [])
+
+    def generator(*args, **given):
+        calls.append(summary([args, given]))
+        return []
+
+    generator.load_adapter = None
+    replace(generator, "load_adapter", None)
+    replace(infer, "Generator", generator)
     engine = SimpleNamespace(
         warm_up=None, load_adapter=None, stats=SimpleNamespace(compiled=0, draft_tokens=0, accepted_tokens=0)
     )

@@ -13,25 +13,33 @@ import jax.numpy as jnp
 from axcore.config import Config
 from axcore.config.tree import join
 from axcore.infer import Decoder, Engine, Step
+from axcore.infer.engine.checks import check_config
 from axcore.nn import Phase, Stack
 from axcore.nn.choosing import Choice, recording
 from axcore.parallel import Layout
 
 
 def engine_choices(model: Config, engine: Engine.Config, layout: Layout | None) -> list[Choice]:
-    """The choices of a call that decodes `max_rows` rows, and of the call for each size of parts of prompts, with the
-    largest page tables. Their paths are those of `model`; equal choices of several layers are one.
+    """The choices of a call that decodes `max_rows` rows, of one that verifies their drafts, and of the call for each
+    size of parts of prompts, with the largest page tables. Their paths are those of `model`; equal choices of several
+    layers are one. Draft models are not included.
 
     Args:
         model: the config of the model.
         layout: the layout of the engine's device; None: that of this process.
 
     Raises:
-        ConfigError: no layer of the model has decoding state.
+        ConfigError: no layer of the model has decoding state, or the engine does not suit the model.
     """
     decoder, params, state = Decoder.abstract(
-        model, cache=engine.cache, batch_size=engine.max_rows, max_len=engine.max_len
+        model,
+        cache=engine.cache,
+        batch_size=engine.max_rows,
+        max_len=engine.max_len,
+        max_rollback=0 if engine.speculation is None else engine.speculation.num_speculative_tokens,
     )
+    check_config(engine, decoder, has_draft_model=False)
+    engine.limits(decoder)  # raises if they do not fit
     pages = None if decoder.paging is None else decoder.paging.pages_for(engine.max_len)
 
     def numbers(*shape: int) -> Any:  # Any: the shape of an array
@@ -50,7 +58,9 @@ def engine_choices(model: Config, engine: Engine.Config, layout: Layout | None) 
 
     buckets = engine.buckets(decoder)
     shapes = dict.fromkeys((*buckets.prompts, *buckets.mixed))
-    steps = [step(engine.max_rows, 1, "decode"), *(step(*shape, "prefill") for shape in shapes)]
+    decoding = dict.fromkeys((1, 1 + engine.num_drafts))
+    steps = [step(engine.max_rows, width, "decode") for width in decoding]
+    steps += [step(*shape, "prefill") for shape in shapes]
     with layout.active() if layout is not None else contextlib.nullcontext(), recording() as choices:
         for each in steps:
             jax.eval_shape(decoder.__call__, params, state, each)

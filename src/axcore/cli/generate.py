@@ -7,9 +7,11 @@ import sys
 
 from axcore.cli.compose import Commands
 from axcore.cli.model import (
+    add_adapters,
     add_guide,
     add_model,
     add_speculation,
+    chosen_adapters,
     chosen_cache,
     chosen_drafter,
     chosen_grammar,
@@ -38,6 +40,7 @@ def add(commands: Commands) -> None:
         help="sampling temperature; 0 selects the most likely token (default: 0)",
     )
     parser.add_argument("--seed", type=int, help="sampling seed; requires a temperature above 0 (default: 0)")
+    add_adapters(parser, "the adapter to generate with, written as for `axcore serve`")
     add_guide(parser)
     parser.set_defaults(run=run)
 
@@ -60,6 +63,13 @@ def run(arguments: argparse.Namespace) -> int:
     grammars = None if grammar is None else chosen_grammars(arguments)
     if grammar is not None and arguments.cache == "none":
         raise AxcoreError("an output can match a grammar only with a KV cache, but --cache is none. Choose a cache")
+    folders, room = chosen_adapters(arguments)
+    if len(folders) > 1:
+        raise AxcoreError(f"--adapter: an output has one adapter, not {', '.join(folders)}. Give one of them")
+    if room is not None and not folders:
+        raise AxcoreError(f"--adapters {arguments.adapters} has no effect without --adapter")
+    if room is not None and arguments.cache == "none":
+        raise AxcoreError("--adapter requires a KV cache, but --cache is none. Choose a cache, or omit --adapter")
     layout = chosen_layout(arguments)
     model, tokenizer = loaded_model(arguments, layout=layout)
     text = arguments.prompt.encode(errors="surrogateescape")
@@ -78,8 +88,12 @@ def run(arguments: argparse.Namespace) -> int:
             layout=layout,
             grammars=grammars,
             tokenizer=tokenizer,
+            adapters=room,
         )
-        found = generator(prompt, num_tokens=arguments.tokens, key=jax.random.key(seed), grammar=grammar)
+        for name, folder in folders.items():
+            generator.load_adapter(name, folder)
+        key, adapter = jax.random.key(seed), next(iter(folders), None)
+        found = generator(prompt, num_tokens=arguments.tokens, key=key, grammar=grammar, adapter=adapter)
     except (AxcoreError, jax.errors.JaxRuntimeError) as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

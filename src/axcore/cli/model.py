@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 from axcore.cli.compose import add_edits, compose, is_folder
 from axcore.config import AxcoreError, Config, ConfigError
 from axcore.plugin import (
+    AdaptersOffer,
     DrafterOffer,
     GrammarCompilerOffer,
     KVCacheOffer,
@@ -22,12 +23,14 @@ from axcore.plugin import (
 )
 
 if TYPE_CHECKING:
-    from axcore.infer import Engine, Grammar, GrammarCompiler
+    from axcore.infer import Adapters, Engine, Grammar, GrammarCompiler
     from axcore.infer.loading import LoadedModel
     from axcore.infer.speculation import Drafter
     from axcore.nn import KVCache
     from axcore.parallel import Layout
 
+type Parser = argparse.ArgumentParser | argparse._ArgumentGroup
+"""What takes arguments."""
 STEP_TOKENS, CPU_STEP_TOKENS = 512, 64
 """The default of `--step-tokens`. A CPU has no idle arithmetic, so more tokens only delay those of other samples."""
 AXES = ("data", "fsdp", "expert", "tensor")
@@ -89,7 +92,7 @@ def chosen_layout(arguments: argparse.Namespace) -> Layout | None:
     return Mesh(shape=shape).make(devices[:count])
 
 
-def add_speculation(parser: argparse.ArgumentParser) -> None:
+def add_speculation(parser: Parser) -> None:
     """Adds `--speculation`."""
     parser.add_argument(
         "--speculation",
@@ -129,6 +132,42 @@ def chosen_offer(kind: type[Offer], text: str | None, flag: str, package: str) -
     return offered(kind, text)
 
 
+def add_adapters(parser: argparse.ArgumentParser, text: str) -> None:
+    """Adds `--adapter` and `--adapters`.
+
+    Args:
+        text: what a NAME is for.
+    """
+    parser.add_argument("--adapter", metavar="NAME=FOLDER", action="append", default=[], help=text)
+    parser.add_argument(
+        "--adapters",
+        metavar="ADAPTERS[:KEY=VALUE,...]",
+        help="room for adapters: one of the adapters that `axcore plugins` lists (default: the only one that is "
+        "installed, if there is an --adapter)",
+    )
+
+
+def chosen_adapters(arguments: argparse.Namespace) -> tuple[dict[str, str], Adapters.Config | None]:
+    """The folders of `--adapter`, by name, and the room for adapters; None: neither flag is given.
+
+    Raises:
+        AxcoreError: an `--adapter` has another form, or two have the same name.
+        PluginError: see `chosen_offer`.
+    """
+    folders: dict[str, str] = {}
+    for text in arguments.adapter:
+        name, equals, folder = text.partition("=")
+        if not (name and equals and folder):
+            raise AxcoreError(f"--adapter {text}: must have the form NAME=FOLDER, such as sql=runs/sql")
+        if name in folders:
+            raise AxcoreError(f"--adapter {text}: another --adapter has the name {name!r}. Choose names that differ")
+        folders[name] = folder
+    if not folders and arguments.adapters is None:
+        return folders, None
+    room = chosen_offer(AdaptersOffer, arguments.adapters, "--adapters", "axcore-lora")
+    return folders, cast("Adapters.Config", room)
+
+
 def add_guide(parser: argparse.ArgumentParser) -> None:
     """Adds `--regex`, `--json-schema`, `--choice`, `--grammar` and `--grammars`."""
     group = parser.add_argument_group("guided decoding", "what the output must match (at most one)")
@@ -139,7 +178,7 @@ def add_guide(parser: argparse.ArgumentParser) -> None:
     add_grammars(group)
 
 
-def add_grammars(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+def add_grammars(parser: Parser) -> None:
     """Adds `--grammars`."""
     parser.add_argument(
         "--grammars",
@@ -208,22 +247,25 @@ def chosen_cache(arguments: argparse.Namespace) -> KVCache.Config:
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
-    """Adds `--max-len`, `--max-rows`, `--step-tokens` and `--cache`: an engine whose attention calls count, too."""
+    """Adds `--max-len` and the other fields of `Engine.Config` that change the attention calls of an engine."""
     group = parser.add_argument_group("engine", "also the attention calls of an engine on one device")
     group.add_argument(
         "--max-len", type=int, metavar="TOKENS", help="maximum number of tokens of a row; required by the others"
     )
     group.add_argument("--max-rows", type=int, help="maximum number of rows that decode together (default: 8)")
-    group.add_argument("--step-tokens", type=int, help="maximum number of prompt tokens of a step (default: 512)")
+    add_step_sizes(group, str(STEP_TOKENS))
     group.add_argument("--cache", metavar="CACHE[:KEY=VALUE,...]", help="KV cache (default: contiguous)")
+    add_speculation(group)
 
 
-def add_step_sizes(parser: argparse.ArgumentParser) -> None:
-    """Adds `--step-tokens` and `--burst-tokens`, see `Engine.Config`."""
+def add_step_sizes(parser: Parser, default: str = f"{STEP_TOKENS}, on CPUs {CPU_STEP_TOKENS}") -> None:
+    """Adds `--step-tokens` and `--burst-tokens`, see `Engine.Config`.
+
+    Args:
+        default: the default of `--step-tokens`.
+    """
     parser.add_argument(
-        "--step-tokens",
-        type=int,
-        help=f"maximum number of prompt tokens of a step (default: {STEP_TOKENS}, on CPUs {CPU_STEP_TOKENS})",
+        "--step-tokens", type=int, help=f"maximum number of prompt tokens of a step (default: {default})"
     )
     parser.add_argument(
         "--burst-tokens",
@@ -248,15 +290,16 @@ def chosen_engine(arguments: argparse.Namespace) -> Engine.Config | None:
     Raises:
         AxcoreError: a flag has no effect without `--max-len`.
     """
-    given = {name: getattr(arguments, name) for name in ("max_rows", "step_tokens")}
-    given = {name: value for name, value in given.items() if value is not None}
+    names = "max_rows", "step_tokens", "burst_tokens", "cache", "speculation"
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     if arguments.max_len is None:
-        for name in (*given, *(["cache"] if arguments.cache is not None else [])):
+        for name in given:
             raise AxcoreError(f"--{name.replace('_', '-')} describes an engine, which also requires --max-len")
         return None
     from axcore.infer import Engine
 
-    return Engine.Config(cache=chosen_cache(arguments), max_len=arguments.max_len, **given)
+    given |= {"cache": chosen_cache(arguments), "speculation": chosen_drafter(arguments)}
+    return Engine.Config(max_len=arguments.max_len, **given)
 
 
 def loaded_model(arguments: argparse.Namespace, *, weights: bool = True, layout: Layout | None = None) -> LoadedModel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jaxtyping import Int, PRNGKeyArray
 from numpy.typing import ArrayLike
 
 from axcore.config import AxcoreError
+from axcore.infer.adapters import Adapters
 from axcore.infer.engine import Engine
 from axcore.infer.grammar import Grammar, GrammarCompiler
 from axcore.infer.requests import Request, SamplingOptions
@@ -46,6 +47,7 @@ class Generator:
         speculation: what proposes drafts (see `Engine.Config`); requires a cache.
         grammars: compiles grammars; requires a cache and the tokenizer.
         tokenizer: the tokenizer of the model, which grammars require.
+        adapters: room for adapters (see `Engine.Config`); requires a cache.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Generator:
         speculation: Drafter.Config | None = None,
         grammars: GrammarCompiler.Config | None = None,
         tokenizer: Tokenizer | None = None,
+        adapters: Adapters.Config | None = None,
     ):
         if not temperature >= 0:
             raise AxcoreError(f"temperature must be 0 or more, not {temperature}")
@@ -73,6 +76,8 @@ class Generator:
             raise AxcoreError("speculation requires a cache, such as ContiguousCache.Config(), not None")
         if grammars is not None and cache is None:
             raise AxcoreError("grammars require a cache, such as ContiguousCache.Config(), not None")
+        if adapters is not None and cache is None:
+            raise AxcoreError("adapters require a cache, such as ContiguousCache.Config(), not None")
         require_calibrated(model)
         self.context, self.temperature, self.is_cached = context, temperature, cache is not None
         self._eos_ids = frozenset(eos_ids)
@@ -91,9 +96,16 @@ class Generator:
                 step_tokens=size,
                 speculation=speculation,
                 grammars=grammars,
+                adapters=adapters,
             )
             self._engine = cfg.build(model, tokenizer, eos_ids=self._eos_ids, layout=layout)
             weakref.finalize(self, self._engine.close)
+
+    def load_adapter(self, name: str, source: Any) -> None:  # Any: as in `Engine.load_adapter`
+        """See `Engine.load_adapter`."""
+        if not self.is_cached:
+            raise AxcoreError(f"adapter {name!r} requires a cache, such as ContiguousCache.Config(), not None")
+        self._engine.load_adapter(name, source)
 
     def __call__(
         self,
@@ -102,6 +114,7 @@ class Generator:
         num_tokens: int,
         key: PRNGKeyArray,
         grammar: Grammar | None = None,
+        adapter: str | None = None,
     ) -> Int[np.ndarray, " tokens"]:
         """Samples tokens after a prompt.
 
@@ -110,6 +123,7 @@ class Generator:
             num_tokens: number of tokens to sample.
             key: PRNG key of the sample.
             grammar: what the text of the sample must match; None: anything.
+            adapter: the name of a loaded adapter; None: the model alone.
 
         Returns:
             `num_tokens` int32 tokens, or fewer if a token of `eos_ids` is sampled. That token is the last. A sample
@@ -131,11 +145,13 @@ class Generator:
             )
         if grammar is not None and not self.is_cached:
             raise AxcoreError("grammar requires a cache, such as ContiguousCache.Config(), not None")
+        if adapter is not None and not self.is_cached:
+            raise AxcoreError(f"adapter {adapter!r} requires a cache, such as ContiguousCache.Config(), not None")
         if num_tokens == 0:
             return np.zeros((0,), np.int32)
         seed = int.from_bytes(np.asarray(jax.random.key_data(key)).tobytes())
         if self.is_cached:
-            return self._with_cache(prompt, num_tokens, seed, grammar)
+            return self._with_cache(prompt, num_tokens, seed, grammar, adapter)
         start, stop = prompt.size, prompt.size + num_tokens
         row = np.zeros((max(1 << (stop - 1).bit_length(), self.context),), np.int32)
         row[:start] = prompt
@@ -148,9 +164,11 @@ class Generator:
             raise AxcoreError("no token can be sampled: the logits are not finite. Check the weights")
         return found
 
-    def _with_cache(self, prompt: np.ndarray, num_tokens: int, seed: int, grammar: Grammar | None) -> np.ndarray:
+    def _with_cache(
+        self, prompt: np.ndarray, num_tokens: int, seed: int, grammar: Grammar | None, adapter: str | None
+    ) -> np.ndarray:
         options = SamplingOptions(temperature=self.temperature, seed=seed, max_tokens=num_tokens, grammar=grammar)
-        piece = self._engine.stream(Request(tuple(prompt.tolist()), options)).result()
+        piece = self._engine.stream(Request(tuple(prompt.tolist()), options, adapter=adapter)).result()
         return np.asarray(piece.ids, np.int32)
 
     def _recomputed(

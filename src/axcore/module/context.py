@@ -124,6 +124,20 @@ class Frame:
             array = histogram(array) if kind is Kind.HISTOGRAM else array
             self._record(self.collections.summaries, name, Summary(array, kind, reduce))
 
+    def give(self, name: str, value: PyTree) -> None:
+        """Shares a value with later layers. Numbers become arrays, as a transform makes them.
+
+        Raises:
+            ContextError: a leaf is neither an array nor a number.
+        """
+        try:
+            self.shared[name] = jax.tree.map(jnp.asarray, value)
+        except TypeError as error:
+            raise ContextError(
+                f"{self.describe()}: the shared value {name!r} must contain only arrays and numbers, since it passes "
+                f"through transforms. {error} Set other values in the configs of the layers"
+            ) from None
+
     def take(self, name: str) -> PyTree:
         """The value that was shared last under this name."""
         if name not in self.shared:
@@ -268,7 +282,8 @@ def root(
     try:
         collections = Collections() if collect else None
         with pushed(Frame(module, names, None, key, training, collections, captured)) as frame:
-            frame.shared.update(shared or {})
+            for name, value in (shared or {}).items():
+                frame.give(name, value)
             yield frame
     finally:
         _stack.reset(token)

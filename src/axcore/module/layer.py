@@ -276,8 +276,13 @@ class Layer(nnx.Module, Configurable):
         self.frame.add_output(name, value)
 
     def share(self, name: str, value: PyTree) -> None:
-        """Shares a value with the layers that are called later, until another layer shares the same name."""
-        self.frame.shared[name] = value
+        """Shares arrays and numbers with the layers that are called later, until another layer shares the same name.
+        Numbers become arrays.
+
+        Raises:
+            ContextError: The value contains anything else, such as a string.
+        """
+        self.frame.give(name, value)
 
     def shared(self, name: str) -> PyTree:
         """The last value shared under this name. Values shared inside transforms other than remat and scan stay there.

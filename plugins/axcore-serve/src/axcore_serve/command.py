@@ -7,27 +7,24 @@ import math
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
 
 from axcore.cli.model import (
+    add_adapters,
     add_grammars,
     add_model,
     add_speculation,
     add_step_sizes,
+    chosen_adapters,
     chosen_cache,
     chosen_drafter,
     chosen_grammars,
     chosen_layout,
-    chosen_offer,
     chosen_step_tokens,
     loaded_model,
     read_text,
 )
 from axcore.config import AxcoreError
-from axcore.plugin import AdaptersOffer, GrammarCompilerOffer, registry
-
-if TYPE_CHECKING:
-    from axcore.infer import Adapters
+from axcore.plugin import GrammarCompilerOffer, registry
 
 NUMBERS = {
     "max-len": (int, 2048, "maximum number of tokens of a prompt with its output"),
@@ -52,19 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", help="name of the model in the API (default: the last part of MODEL)")
     for name, (kind, default, text) in NUMBERS.items():
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default: {default:g})")
-    parser.add_argument(
-        "--adapter",
-        metavar="NAME=FOLDER",
-        action="append",
-        default=[],
-        help="an adapter that requests choose by the model NAME; may be repeated",
-    )
-    parser.add_argument(
-        "--adapters",
-        metavar="ADAPTERS[:KEY=VALUE,...]",
-        help="room for adapters: one of the adapters that `axcore plugins` lists (default: the only one that is "
-        "installed, if there is an --adapter)",
-    )
+    add_adapters(parser, "an adapter that requests choose by the model NAME; may be repeated")
     add_step_sizes(parser)
     parser.add_argument("--api-keys", metavar="FILE", help="file with an API key in each line (default: no key needed)")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (default: the tokenizer's)")
@@ -90,12 +75,10 @@ def main(arguments: Sequence[str]) -> int:
             raise AxcoreError(f"--{name} must be above 0 and finite, not {value}")
         if isinstance(value, int) and value < least:
             raise AxcoreError(f"--{name} must be at least {least}, not {value}")
-    adapters = dict(map(_adapter, given.adapter))
+    adapters, room = chosen_adapters(given)
     name = given.name or pathlib.PurePath(given.model).name
-    if len(adapters) < len(given.adapter) or name in adapters:
-        raise AxcoreError(f"--adapter: two models have the same name. Choose names that differ, also from {name!r}")
-    has_adapters = bool(adapters) or given.adapters is not None
-    room = chosen_offer(AdaptersOffer, given.adapters, "--adapters", "axcore-lora") if has_adapters else None
+    if name in adapters:
+        raise AxcoreError(f"--adapter {name}={adapters[name]}: the model has the name {name!r}, too. Choose another")
     # Without exactly one, requests with a grammar are refused, so that installing another plugin stops no server.
     has_grammars = given.grammars is not None or len(registry().offers(GrammarCompilerOffer)) == 1
     grammars = chosen_grammars(given) if has_grammars else None
@@ -127,7 +110,7 @@ def main(arguments: Sequence[str]) -> int:
             step_tokens=chosen_step_tokens(given),
             burst_tokens=given.burst_tokens,
             speculation=chosen_drafter(given),
-            adapters=cast("Adapters.Config | None", room),
+            adapters=room,
         )
         with cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids, layout=layout) as engine:
             for each, folder in adapters.items():
@@ -149,13 +132,6 @@ def main(arguments: Sequence[str]) -> int:
             print(f"serving {name} at http://{address}/v1", file=sys.stderr, flush=True)
             DrainingServer(service).run(sockets=[listener])
     return 0
-
-
-def _adapter(text: str) -> tuple[str, str]:
-    name, equals, folder = text.partition("=")
-    if not (name and equals and folder):
-        raise AxcoreError(f"--adapter {text}: must have the form NAME=FOLDER, such as sql=runs/sql")
-    return name, folder
 
 
 def _keys(file: str) -> list[str]:
