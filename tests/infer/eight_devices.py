@@ -56,7 +56,7 @@ def main(shape, is_paged, is_mixture):
             late = running.stats.compiled - traced, len(compiled)
             caches = {
                 jax.tree_util.keystr(path, simple=True, separator="."): leaf
-                for path, leaf in jax.tree.leaves_with_path(running._programs._state)
+                for path, leaf in jax.tree.leaves_with_path(running._core.programs.state)
                 if "cache" in jax.tree_util.keystr(path)
             }
             held = {path: (leaf.addressable_shards[0].data.nbytes, leaf.nbytes) for path, leaf in caches.items()}

@@ -5,13 +5,14 @@ import dataclasses
 import random
 import zlib
 
-from axcore.infer.host_pool import HostLimits, HostPool
 from axcore.infer.loaded_adapters import LoadedAdapter
-from axcore.infer.pages import PagePool
 from axcore.infer.requests import Request
-from axcore.infer.rows import Rows
-from axcore.infer.scheduler import Scheduler, SchedulerLimits, Sequence
-from axcore.infer.sequences import SavedState
+from axcore.infer.scheduling.host_pool import HostLimits, HostPool
+from axcore.infer.scheduling.limits import SchedulerLimits
+from axcore.infer.scheduling.pages import PagePool
+from axcore.infer.scheduling.rows import Rows
+from axcore.infer.scheduling.scheduler import Scheduler
+from axcore.infer.sequences import SavedState, Sequence
 
 END = 0
 VOCAB = 24
@@ -375,7 +376,8 @@ class Simulation:
         assert not planned & verified, "a sequence is planned although its length is unknown"
         for sequence in self.running():
             is_decoding = sequence.num_computed + 1 == sequence.length and sequence.id not in verified
-            if (is_decoding and not self.scheduler._is_stale(sequence)) or sequence.is_complete:
+            is_current = sequence.num_computed >= limits.first_chunk(sequence.length)  # keys of a row of this length
+            if (is_decoding and is_current) or sequence.is_complete:
                 assert sequence.id in planned, "a sequence that decodes lost a step"
         for chunk in chunks:
             sequence = chunk.sequence

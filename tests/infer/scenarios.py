@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from axcore.infer.host_pool import HostLimits
 from axcore.infer.requests import Request, SamplingOptions
-from axcore.infer.scheduler import SchedulerLimits
+from axcore.infer.scheduling.host_pool import HostLimits
+from axcore.infer.scheduling.limits import SchedulerLimits
 
 from .fake_device import VOCAB, Arrival, Scenario
 

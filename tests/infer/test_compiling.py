@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from axcore.infer.compiling import Compiler
+from axcore.infer.execution.compiling import Compiler
 
 SHAPES = (1, 2)
 

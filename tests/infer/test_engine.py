@@ -18,9 +18,9 @@ from flax import nnx
 
 import axcore as ax
 from axcore.config import AxcoreError, ConfigError
-from axcore.infer import BeamOptions, Engine, Request, SamplingOptions, Stream, loop as loop_module
-from axcore.infer.loop import EngineLoop
-from axcore.infer.runner import Runner
+from axcore.infer import BeamOptions, Engine, Request, SamplingOptions, Stream
+from axcore.infer.engine import engine as engine_module
+from axcore.infer.execution.runner import Runner
 from axcore.infer.sequences import Sequence
 from axcore.module import functional
 from axcore.parallel import Mesh
@@ -261,7 +261,7 @@ def num_live_bytes():
 
 
 def test_close_ends_samples_and_frees_the_caches(model):
-    before = num_live_bytes()
+    before, threads = num_live_bytes(), set(threading.enumerate())
     engine = Engine.Config(max_len=1024, max_rows=2, step_tokens=16).build(model)
     assert num_live_bytes() > before + 100_000  # while it is idle: a step that starts deletes its donated arrays
     stream = engine.stream(Request((6, 7), SamplingOptions(ignore_eos=True)))
@@ -270,7 +270,7 @@ def test_close_ends_samples_and_frees_the_caches(model):
     engine.close()
     with pytest.raises(AxcoreError, match="the engine was closed"):
         stream.result()
-    assert not engine._loop._thread.is_alive()
+    assert not {each for each in threading.enumerate() if each.name == "axcore-engine"} - threads
     assert num_live_bytes() < before + 10_000
 
 
@@ -429,26 +429,30 @@ def test_a_step_is_read_before_the_next_is_planned_only_if_a_sequence_needs_its_
     class Waiting(Sequence):
         needs_last_token = property(lambda self: self.request.salt == "waits", lambda self, _: None)
 
-    of_each, start, collect = {}, EngineLoop._start, EngineLoop._collect  # engines of other tests may still run
+    events, start, read = [], Runner.start, Runner.read
 
-    def started(loop, plan):
-        of_each.setdefault(loop, []).append(("start", plan))
-        return start(loop, plan)
+    def record(kind, plan):
+        if any(isinstance(chunk.sequence, Waiting) for chunk in plan.chunks):  # engines of other tests may still run
+            events.append((kind, plan))
 
-    def collected(loop, flight):
-        of_each.setdefault(loop, []).append(("collect", flight.plan))
-        collect(loop, flight)
+    def started(runner, plan, *args):
+        record("start", plan)
+        return start(runner, plan, *args)
 
-    monkeypatch.setattr(loop_module, "Sequence", Waiting)
-    monkeypatch.setattr(EngineLoop, "_start", started)
-    monkeypatch.setattr(EngineLoop, "_collect", collected)
+    def collected(runner, flight):
+        record("collect", flight.plan)
+        return read(runner, flight)
+
+    monkeypatch.setattr(engine_module, "Sequence", Waiting)
+    monkeypatch.setattr(Runner, "start", started)
+    monkeypatch.setattr(Runner, "read", collected)
     cfg = Engine.Config(max_len=MAX_LEN, max_rows=3, step_tokens=20, **CACHES[name])
     for salt in ("waits", "runs ahead"):
+        events.clear()
         asked = [Request(ids, GREEDY, salt=salt) for ids in prompts((30, 4))] + [Request((6, 7), GREEDY)]
         with cfg.build(model, eos_ids=(5,)) as engine:
             found = [piece.ids for piece in engine.generate(asked)]
         assert found == [recomputed(request.ids, GREEDY) for request in asked]
-        events = of_each[engine._loop]
         waiting = [[chunk for chunk in plan.chunks if chunk.sequence.needs_last_token] for _, plan in events]
         assert any(waiting) == (salt == "waits")
         assert all(chunk.ids for chunks in waiting for chunk in chunks)

@@ -6,10 +6,11 @@ import random
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from axcore.infer.host_pool import HostLimits, HostPool
-from axcore.infer.pages import PageUsage
-from axcore.infer.rows import Rows
-from axcore.infer.scheduler import Scheduler, SchedulerLimits
+from axcore.infer.scheduling.host_pool import HostLimits, HostPool
+from axcore.infer.scheduling.limits import SchedulerLimits
+from axcore.infer.scheduling.pages import PageUsage
+from axcore.infer.scheduling.rows import Rows
+from axcore.infer.scheduling.scheduler import Scheduler
 
 from .fake_device import Arrival, Scenario, Simulation, exported
 from .scenarios import random_host, random_scenario, request

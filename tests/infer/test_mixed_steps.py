@@ -9,9 +9,9 @@ import pytest
 
 import axcore as ax
 from axcore.infer import Decoder, Engine, Request, SamplingOptions, Step
-from axcore.infer.buckets import Buckets, Shape
-from axcore.infer.programs import Programs
-from axcore.infer.scheduler import SchedulerLimits
+from axcore.infer.execution.buckets import Buckets, Shape
+from axcore.infer.execution.programs import Programs
+from axcore.infer.scheduling.limits import SchedulerLimits
 from axcore.infer.speculation import DraftModel, NGram
 from axcore.module import functional
 from axcore.nn import Attention, ContiguousCache, LatentAttention, ReferenceKernel, Repeat, without_caches

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from axcore.config import ConfigError
-from axcore.infer.pages import PagePool
+from axcore.infer.scheduling.pages import PagePool
 
 
 def keys_of(pool, tokens, *, salt="", adapter=None):

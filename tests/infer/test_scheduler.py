@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from axcore.config import ConfigError
-from axcore.infer.pages import PagePool
-from axcore.infer.scheduler import Scheduler, SchedulerLimits, Sequence
+from axcore.infer.scheduling.limits import SchedulerLimits
+from axcore.infer.scheduling.pages import PagePool
+from axcore.infer.scheduling.scheduler import Scheduler
+from axcore.infer.sequences import Sequence
 
 from .fake_device import END, Arrival, Scenario, Simulation
 from .scenarios import random_host, random_request, random_scenario, request
@@ -239,7 +241,7 @@ def test_cancelling_in_every_state_returns_the_pages(state):
         simulation.step()
     while state == "preempted" and (sequence.slot is not None or sequence.num_pending):
         simulation.step()
-    is_waiting = sequence in simulation.scheduler._waiting
+    is_waiting = sequence.slot is None and simulation.scheduler.num_waiting > 0
     assert is_waiting == (state in ("waiting", "preempted"))
     assert sequence.is_complete == (state == "last in flight")
     assert state != "partly computed" or 0 < sequence.num_computed < 30

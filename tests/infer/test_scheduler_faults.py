@@ -4,9 +4,10 @@ import random
 
 import pytest
 
-from axcore.infer.pages import PagePool
-from axcore.infer.rows import CachedPrefix, Rows
-from axcore.infer.scheduler import Scheduler, Sequence
+from axcore.infer.scheduling.pages import PagePool
+from axcore.infer.scheduling.rows import CachedPrefix, Rows
+from axcore.infer.scheduling.scheduler import Scheduler
+from axcore.infer.sequences import Sequence
 
 from .fake_device import Simulation
 from .scenarios import random_scenario

@@ -81,7 +81,7 @@ class TestWindowed(TestRecurrent):
 @pytest.mark.parametrize("lag", [-1, REACH + 1])
 def test_lags_that_were_not_declared_raise(lag):
     x = jnp.ones((2, 5, 2))
-    inputs = LaggedInputs(TokenInfo.of(x[..., 0]), REACH, (x,), (Documents(),))
+    inputs = LaggedInputs(TokenInfo.of(x[..., 0]), REACH, (x,), (Documents(),), (None,))
     with pytest.raises(IndexError, match=rf"lag={lag} must be from 0 to max_lag=3\. Call remember"):
         inputs[lag]
 

@@ -54,8 +54,8 @@ def nothing(path, axes):
 
 
 VALUES: dict[str, tuple[object, ...]] = {
-    "axcore.infer.engine.Engine.adapters": (LoRAAdapters.Config(where=("nowhere",)),),
-    "axcore.infer.engine.Engine.speculation": (MTP.Config(),),
+    "axcore.infer.engine.engine.Engine.adapters": (LoRAAdapters.Config(where=("nowhere",)),),
+    "axcore.infer.engine.engine.Engine.speculation": (MTP.Config(),),
     "axes": (("kv_seq",), ("kv_seq", None), ("kv_seq", None, None)),
     **{f"axcore.module.layer.DTypes.{name}": ("float16",) for name in ("param", "compute", "accumulate", "output")},
     "axcore.nn.causal_lm.CausalLM.pad_vocab_to": (5,),

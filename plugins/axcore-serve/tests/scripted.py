@@ -6,7 +6,8 @@ import numpy as np
 
 from axcore.config import AxcoreError
 from axcore.infer import EngineStats, Piece, TokenLogprob
-from axcore.infer.scheduler import Scheduler, SchedulerLimits
+from axcore.infer.scheduling.limits import SchedulerLimits
+from axcore.infer.scheduling.scheduler import Scheduler
 from axcore.infer.text import TextStream
 from axcore.train.data import ByteTokenizer
 

@@ -3,7 +3,7 @@
 import pytest
 
 from axcore.infer import EngineStats
-from axcore.infer.pages import PageUsage
+from axcore.infer.scheduling.pages import PageUsage
 from axcore_serve.gate import Limits
 
 from .browser import DRIVER, browsing

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from axcore.config import Config
 from axcore.config.tree import join
 from axcore.infer import Decoder, Engine, Step
-from axcore.infer.engine_checks import check_config
+from axcore.infer.engine.checks import check_config
 from axcore.nn import Phase, Stack
 from axcore.nn.choosing import Choice, recording
 from axcore.parallel import Layout
@@ -38,7 +38,7 @@ def engine_choices(model: Config, engine: Engine.Config, layout: Layout | None) 
         max_len=engine.max_len,
         max_rollback=0 if engine.speculation is None else engine.speculation.num_speculative_tokens,
     )
-    check_config(engine, decoder, has_tokenizer=True, has_draft_model=False)
+    check_config(engine, decoder, has_draft_model=False)
     engine.limits(decoder)  # raises if they do not fit
     pages = None if decoder.paging is None else decoder.paging.pages_for(engine.max_len)
 

@@ -3,16 +3,16 @@
 import axcore.preflight  # noqa: F401 - before anything below imports flax
 from axcore.infer.adapters import Adapters
 from axcore.infer.beams import Beam, BeamOptions
-from axcore.infer.decoder import Decoder
+from axcore.infer.decoding.decoder import Decoder
+from axcore.infer.decoding.step import Step
+from axcore.infer.disaggregation.handover import Handover, Prefill
+from axcore.infer.disaggregation.handover_file import read_handover, write_handover
+from axcore.infer.disaggregation.remote_prefill import PrefillServer, RemotePrefill
 from axcore.infer.engine import Engine
 from axcore.infer.generate import Generator, generate
 from axcore.infer.grammar import Grammar, GrammarCompiler, GrammarMatcher
-from axcore.infer.handover import Handover, Prefill
-from axcore.infer.handover_file import read_handover, write_handover
-from axcore.infer.remote_prefill import PrefillServer, RemotePrefill
 from axcore.infer.requests import FinishReason, Piece, Request, SamplingOptions, TokenLogprob
 from axcore.infer.stats import EngineStats
-from axcore.infer.step import Step
 from axcore.infer.streams import Stream
 
 __all__ = [

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import jax
 
 from axcore.config import AxcoreError, ConfigError, under
+from axcore.infer.disaggregation.handover import Prefill
 from axcore.infer.engine import Engine
-from axcore.infer.handover import Prefill
 from axcore.module import DTypes, Layer, Rngs, Tree, abstract, initializer
 from axcore.nn import without_caches
 from axcore.parallel import Layout

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable
 from typing import Literal
 
 from axcore.infer.loaded_adapters import LoadedAdapter
-from axcore.infer.pages import PrefixKey
 from axcore.infer.requests import FinishReason, Request
+from axcore.infer.scheduling.pages import PrefixKey
 
 
 @dataclasses.dataclass(frozen=True)

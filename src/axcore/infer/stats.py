@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from axcore.infer.pages import PageUsage
+from axcore.infer.scheduling.pages import PageUsage
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -4,7 +4,7 @@ from axcore.infer.sampling.acceptance import Verified, verify
 from axcore.infer.sampling.counts import Counts
 from axcore.infer.sampling.draw import LogProbs, Sampled, log_probabilities, sample
 from axcore.infer.sampling.rows import Method, NextToken, SamplingRows
-from axcore.infer.sampling.seeds import seed_words
+from axcore.infer.sampling.seeds import Seed, seed_words
 
 __all__ = [
     "Counts",
@@ -13,6 +13,7 @@ __all__ = [
     "NextToken",
     "Sampled",
     "SamplingRows",
+    "Seed",
     "Verified",
     "log_probabilities",
     "sample",

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float32, Int32
 
 from axcore.config import ConfigError
 from axcore.infer.requests import SamplingOptions
+from axcore.infer.sampling.seeds import Seed
 
 Method = Literal["greedy", "plain", "full"]
 """How much a program computes: the most likely tokens; also samples at a temperature; or every option."""
@@ -47,7 +48,7 @@ class NextToken:
     """
 
     options: SamplingOptions
-    seed: tuple[int, int]
+    seed: Seed
     position: int
     num_output: int
     slot: int

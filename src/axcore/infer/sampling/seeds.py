@@ -9,8 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, UInt32
 
+type Seed = tuple[int, int]
+"""The two 32-bit words of a seed; see `seed_words`."""
 
-def seed_words(seed: int | None, sample: int = 0) -> tuple[int, int]:
+
+def seed_words(seed: int | None, sample: int = 0) -> Seed:
     """The two 32-bit words of a seed.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from axcore import config
 from axcore.config import PositiveInt
-from axcore.infer.decoder import Decoder
+from axcore.infer.decoding.decoder import Decoder
 from axcore.infer.sampling import Method
 from axcore.infer.sequences import Sequence
 from axcore.module import Layer, Tree

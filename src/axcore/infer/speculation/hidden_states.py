@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from axcore.config import ConfigError
-from axcore.infer.decoder import Decoder
-from axcore.infer.decoding_model import state_shardings
+from axcore.infer.decoding.decoder import Decoder
+from axcore.infer.decoding.model import state_shardings
 from axcore.module import Functional, Layer, Tree
 from axcore.nn import TokenInfo
 

@@ -12,13 +12,13 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from axcore.config import ConfigError
-from axcore.infer.decoder import Decoder
+from axcore.infer.decoding.decoder import Decoder
+from axcore.infer.decoding.step import Step
 from axcore.infer.requests import SamplingOptions
 from axcore.infer.sampling import Counts, Method, NextToken, SamplingRows, sample
 from axcore.infer.sampling.rows import NO_SLOT, PADDING
 from axcore.infer.sequences import Sequence
 from axcore.infer.speculation.drafter import Drafter, Drafts, Target
-from axcore.infer.step import Step
 from axcore.module import Layer, Tree
 from axcore.nn import ContiguousCache, KVCache
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from axcore.config import REQUIRED, ConfigError, PositiveInt
+from axcore.infer.decoding.step import Step
 from axcore.infer.speculation.drafter import Target
 from axcore.infer.speculation.hidden_states import NAME
 from axcore.infer.speculation.model_drafter import ModelDrafter
-from axcore.infer.step import Step
 from axcore.module import DecodingState, Layer, Rngs, Tree, abstract, functional
 from axcore.nn import CausalLM, MultiTokenPrediction, TokenInfo
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from axcore.config import AxcoreError, ConfigError
+from axcore.infer.execution.row_state import RowState
 from axcore.infer.loaded_adapters import LoadedAdapter
 from axcore.infer.requests import Piece, Request, TokenLogprob
-from axcore.infer.row_state import RowState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +32,13 @@ class Handover:
     logprob: TokenLogprob | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
-    def check(self, request: Request, model: str) -> None:
+    def check(self, request: Request, model: str, vocab_size: int) -> None:
         """Checks that the handover belongs to a request and a model.
+
+        Args:
+            request: the request that was exported.
+            model: identifies the model of this engine.
+            vocab_size: the number of its token ids.
 
         Raises:
             ConfigError: it does not.
@@ -47,6 +52,11 @@ class Handover:
             raise ConfigError(
                 f"handover: it has {self.state.num_tokens} computed and {len(self.ids)} known tokens, which are not "
                 f"the {len(request.ids)} of the prompt and the first of the output. Resume the exported request"
+            )
+        if not 0 <= self.ids[-1] < vocab_size:
+            raise ConfigError(
+                f"handover: token id {self.ids[-1]} is not below {vocab_size}, the size of the vocabulary. Load the "
+                f"same model in both engines"
             )
 
     def check_adapter(self, loaded: LoadedAdapter | None) -> None:

@@ -3,69 +3,18 @@
 from __future__ import annotations
 
 import bisect
-import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from axcore.config import ConfigError
-from axcore.infer.host_pool import HostLimits, HostPool
 from axcore.infer.loaded_adapters import LoadedAdapter
-from axcore.infer.pages import PagePool
 from axcore.infer.requests import FinishReason, Request
-from axcore.infer.rows import CachedPrefix, Rows
-from axcore.infer.sequences import Chunk, Plan, Sequence
-
-__all__ = ["Chunk", "Plan", "Scheduler", "SchedulerLimits", "Sequence"]
-
-
-@dataclasses.dataclass(frozen=True)
-class SchedulerLimits:
-    """The size of the decoding state and of a step.
-
-    Attributes:
-        max_rows: the number of sequences that run at the same time.
-        max_len: the maximum number of tokens of a sequence, prompt and output together.
-        step_tokens: the maximum number of prompt tokens of a step. The last tokens of sequences that decode come in
-            addition. More tokens make prompts faster and the time between tokens of other sequences longer.
-        burst_tokens: the maximum number of prompt tokens of a step during a burst of prompts. A burst begins when the
-            sequences that have a row, or could get a free one, have more than `2 * burst_tokens` prompt tokens to
-            compute, and ends when they have at most `step_tokens`. None: `step_tokens` always applies.
-        watermark: the share of the pages that admission leaves to the growth of running sequences.
-        chunk_multiple: a chunk of a prompt takes up a multiple of this number of the tokens of a step.
-        recompute_above: lengths above which the keys of a row differ from those of a shorter row. The first chunk of a
-            longer row passes them, and a row that passes one is computed again.
-    """
-
-    max_rows: int
-    max_len: int
-    step_tokens: int
-    burst_tokens: int | None = None
-    watermark: float = 0.01
-    chunk_multiple: int = 1
-    recompute_above: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name, least in (("max_rows", 1), ("max_len", 2), ("step_tokens", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"engine.{name} must be at least {least}, not {getattr(self, name)}. Raise {name}")
-        if self.burst_tokens is not None and self.burst_tokens <= self.step_tokens:
-            raise ConfigError(
-                f"engine.burst_tokens={self.burst_tokens} must exceed engine.step_tokens={self.step_tokens}. Raise it, "
-                f"or leave it out"
-            )
-        if not 0 <= self.watermark < 1:
-            raise ConfigError(f"limits.watermark must be at least 0 and below 1, not {self.watermark}. Use 0.01")
-        least = self.first_chunk(self.max_len)
-        if self.step_tokens < least:
-            raise ConfigError(
-                f"engine.step_tokens={self.step_tokens}: the keys of a row change when it passes {least - 1} tokens, "
-                f"which are then computed in one step. Set step_tokens to at least {least}, or max_len to at most "
-                f"{least - 1}"
-            )
-
-    def first_chunk(self, length: int) -> int:
-        """The least number of tokens that the first chunk of a row of this length must have."""
-        return max((limit + 1 for limit in self.recompute_above if limit < length), default=0)
+from axcore.infer.scheduling.host_pool import HostLimits, HostPool
+from axcore.infer.scheduling.limits import SchedulerLimits
+from axcore.infer.scheduling.pages import PagePool
+from axcore.infer.scheduling.plan_builder import PlanBuilder
+from axcore.infer.scheduling.rows import CachedPrefix, Rows
+from axcore.infer.sequences import Plan, Sequence
 
 
 class Scheduler:
@@ -120,10 +69,12 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
+        """The number of sequences that have a row."""
         return len(self._rows)
 
     @property
     def num_waiting(self) -> int:
+        """The number of sequences that wait for a row."""
         return len(self._waiting)
 
     @property
@@ -218,7 +169,7 @@ class Scheduler:
         self._settle()
         num_preempted = self.num_preempted
         self._grow()
-        step = _Step(self._num_prompt_tokens(), self.limits)
+        step = PlanBuilder(self._num_prompt_tokens(), self.limits)
         for sequence in self._rows:
             if self._is_stale(sequence) and not sequence.num_pending:
                 sequence.num_computed = 0
@@ -236,7 +187,7 @@ class Scheduler:
         transfers = self.host.take()
         if not step.counts and not transfers:
             return None
-        chunks = [_chunk(sequence, count, step.drafts.get(sequence, ())) for sequence, count in step.counts.items()]
+        chunks = step.chunks()
         prefill = tuple(chunk for chunk in chunks if not chunk.is_decode)
         decode = tuple(chunk for chunk in chunks if chunk.is_decode)
         self._num_planned += 1
@@ -302,7 +253,7 @@ class Scheduler:
             while sequence.slot is not None and not self._rows.grow(sequence):
                 self._preempt(self._rows.last)
 
-    def _verify(self, sequence: Sequence, drafts: tuple[int, ...], step: _Step) -> None:
+    def _verify(self, sequence: Sequence, drafts: tuple[int, ...], step: PlanBuilder) -> None:
         """Adds the drafts of a decoding sequence to a step, as far as pages and its maximum length allow. No
         other sequence is preempted for them."""
         if sequence not in step.counts or sequence.num_pending:
@@ -313,7 +264,7 @@ class Scheduler:
             count -= 1
         step.verify(sequence, drafts[:count])
 
-    def _admit(self, step: _Step, num_preempted: int) -> None:
+    def _admit(self, step: PlanBuilder, num_preempted: int) -> None:
         """Starts waiting sequences in their order, until one does not fit or the step has preempted another."""
         promised = {key for sequence in self._rows for key in sequence.keys[sequence.num_published :]}
         num_passed = 0  # a sequence that is passed keeps its claim to a slot
@@ -334,7 +285,7 @@ class Scheduler:
             else:
                 return
 
-    def _start(self, sequence: Sequence, cached: CachedPrefix, step: _Step) -> bool:
+    def _start(self, sequence: Sequence, cached: CachedPrefix, step: PlanBuilder) -> bool:
         """Starts a sequence if it fits, if necessary in place of sequences of lower priority."""
         while not self._rows.start(sequence, cached):
             last = self._rows.last
@@ -377,49 +328,3 @@ class Scheduler:
         if sequence.is_exported:
             self.host.export(sequence)
         self._rows.release(sequence)
-
-
-@dataclasses.dataclass
-class _Step:
-    """A step under construction: the number of tokens of each sequence, with its drafts, and how many more prompt
-    tokens the step may have. A chunk of a prompt takes up a multiple of `chunk_multiple` of them."""
-
-    num_left: int
-    limits: SchedulerLimits
-    counts: dict[Sequence, int] = dataclasses.field(default_factory=dict)
-    drafts: dict[Sequence, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    _taken: dict[Sequence, int] = dataclasses.field(default_factory=dict)
-
-    def take(self, sequence: Sequence) -> None:
-        """Adds the last token of a sequence that decodes, or as many tokens of a prompt as there is room for, unless it
-        has no room for what must be one chunk."""
-        count = sequence.length - sequence.num_computed
-        if not sequence.is_decoding:
-            count, multiple = min(count, self.num_left), self.limits.chunk_multiple
-            if sequence.num_computed == 0 and count < self.limits.first_chunk(sequence.length):
-                return
-            self._taken[sequence] = min(self.num_left, -(-count // multiple) * multiple)
-            self.num_left -= self._taken[sequence]
-        if count:
-            self.counts[sequence] = count
-
-    def verify(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:
-        """Adds drafts after the last token of a sequence."""
-        self.drafts[sequence] = drafts
-        self.counts[sequence] += len(drafts)
-
-    def drop(self, sequence: Sequence) -> None:
-        """Removes a sequence, if it is part of the step."""
-        self.counts.pop(sequence, None)
-        self.num_left += self._taken.pop(sequence, 0)
-
-
-def _chunk(sequence: Sequence, count: int, drafts: tuple[int, ...]) -> Chunk:
-    """The next tokens of a sequence, which count as computed from now on, and drafts, which do not."""
-    start = sequence.num_computed
-    sequence.num_computed += count - len(drafts)
-    is_last = sequence.num_computed == sequence.length
-    ids = (*sequence.tokens[start : sequence.num_computed], *drafts)
-    sequence.num_pending += is_last
-    sequence.is_verified = bool(drafts)
-    return Chunk(sequence, start, count, is_last, ids, len(drafts))

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from axcore.config import Config, ConfigError, walk
 from axcore.infer.adapters import Adapters
-from axcore.infer.decoding_model import (
+from axcore.infer.decoding.blocks import block_of, logits_of_blocks, model_inputs
+from axcore.infer.decoding.model import (
     empty_state,
     is_paged,
     layers_with_state,
@@ -25,16 +25,11 @@ from axcore.infer.decoding_model import (
     state_axes,
     state_shardings,
 )
-from axcore.infer.step import Step
+from axcore.infer.decoding.step import Step
 from axcore.module import DecodingState, Functional, Layer, Tree, abstract, functional
 from axcore.nn import (
-    ADAPTERS,
-    CachedBlocks,
-    CachedRows,
     KVCache,
     Paging,
-    PerToken,
-    TokenInfo,
     column_major,
     for_decoding,
     fused,
@@ -45,20 +40,6 @@ from axcore.nn import (
 from axcore.nn.attention.heads import check_heads
 from axcore.numerics import require_calibrated
 from axcore.parallel import Layout
-
-
-class _Block(NamedTuple):
-    """A step as the model sees it.
-
-    Attributes:
-        tokens: the tokens [batch, width], with their cached rows.
-        at: the tokens whose logits are computed.
-        defined: which of these logits are defined.
-    """
-
-    tokens: TokenInfo
-    at: Int[Array, "batch logits"]
-    defined: Bool[Array, "batch logits"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -295,14 +276,14 @@ class Decoder:
         steps = (step,) if isinstance(step, Step) else tuple(step)
         blocks, held = [], state["lengths"]
         for each in steps:
-            block, held = self._block(each, held)
+            block, held = block_of(each, held, self)
             blocks.append(block)
-        logits, model = self._run(params, state["model"], steps, blocks)
-        found = tuple(
-            jnp.where(block.defined[..., None], each, jnp.nan) for block, each in zip(blocks, logits, strict=True)
-        )
+        with self.layout.active() if self.layout is not None else contextlib.nullcontext():
+            ids, inputs = model_inputs(blocks)
+            (logits, _), model = self.fn(params, state["model"], ids, **inputs)
+        found = logits_of_blocks(logits, blocks)
         state = self._placed({"lengths": held, "model": model})
-        return found[0] if isinstance(step, Step) else found, state
+        return found[0] if isinstance(step, Step) else tuple(found), state
 
     def _placed(self, state: Tree) -> Tree:
         """The new state with the shardings of the old one. Otherwise the compiler may choose others, and the next call
@@ -312,140 +293,10 @@ class Decoder:
         placed: Tree = jax.lax.with_sharding_constraint(state, state_shardings(self.layout, state, self.state_axes))
         return placed
 
-    def _block(self, step: Step, held: Int[Array, " slots"]) -> tuple[_Block, Int[Array, " slots"]]:
-        """The rows of a step, and the length of each slot after it."""
-        table = self._page_table(step)
-        width, is_shared = step.ids.shape[1], self.shares_prefixes and step.pages is not None
-        start = step.start.astype(jnp.int32)
-        given = jnp.full(start.shape, width, jnp.int32) if step.lengths is None else step.lengths.astype(jnp.int32)
-        counts, slots = jnp.clip(given, 0, width), None
-        is_valid = (start >= 0) & (counts == given)
-        if step.slots is not None:
-            slots = step.slots.astype(jnp.int32)
-            is_valid &= (slots >= 0) & (slots < self.batch_size)
-            if not is_shared:
-                is_valid &= (slots[:, None] == slots).sum(axis=1) == 1
-            slots = jnp.where(is_valid, slots, self.batch_size)  # out of range, so writes are dropped
-        before = held if slots is None else held[slots]
-        if not is_shared:
-            is_valid &= start <= before
-        end, limit = start + counts, self.max_len
-        if self.paging is not None and table is not None:
-            limit = min(limit, table.shape[1] * self.paging.page_size)
-            is_valid &= self.paging.complete(table, end)
-            table = jnp.where(is_valid[:, None], table, self.paging.num_pages)  # out of range, so writes are dropped
-        for bound in self.recompute_above:
-            is_valid &= (start == 0) | ((before > bound) == (end > bound))
-        index = start[:, None] + jnp.arange(width, dtype=jnp.int32)
-        places = jnp.arange(self.max_len, dtype=jnp.int32)[None]
-        rows = CachedRows(
-            tokens=TokenInfo(places, places, valid=places < end[:, None], valid_first=True),
-            lengths=end,
-            slots=slots,
-            pages=table,
-            phase=step.phase or ("decode" if width == 1 else "prefill"),
-        )
-        # Padding has the position of the last token, so that it does not lengthen the row for position embeddings.
-        positions = jnp.minimum(index, jnp.maximum(end - 1, 0)[:, None])
-        valid = None if step.lengths is None else jnp.arange(width) < counts[:, None]
-        every = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), step.ids.shape)
-        at = every if step.logits_at is None else step.logits_at
-        asked = start[:, None] + at
-        defined = is_valid[:, None] & (at >= 0) & (at < counts[:, None]) & (asked >= 0) & (asked < limit)
-        # The tokens of an invalid row may have overwritten cached ones.
-        end = jnp.where(is_valid, jnp.minimum(end, limit), jnp.clip(start, 0, before))
-        if slots is None:
-            held = end
-        elif is_shared:  # the last of several rows of a slot counts
-            held = held.at[slots].set(0, mode="drop").at[slots].max(end, mode="drop")
-        else:
-            held = held.at[slots].set(end, mode="drop")
-        return _Block(TokenInfo(index, positions, valid=valid, cached=rows), at, defined), held
-
-    def _run(
-        self, params: Tree, state: Tree, steps: Sequence[Step], blocks: Sequence[_Block]
-    ) -> tuple[tuple[Float[Array, "batch logits vocab"], ...], Tree]:
-        """Calls the model. Returns the logits of each block and the new state."""
-        with self.layout.active() if self.layout is not None else contextlib.nullcontext():
-            tokens, adapters = blocks[0].tokens, _adapters_of_tokens(steps)
-            if len(blocks) == 1:
-                (logits, _), state = self.fn(
-                    params,
-                    state,
-                    steps[0].ids,
-                    positions=tokens.positions,
-                    index=tokens.index,
-                    valid=tokens.valid,
-                    cached=tokens.cached,
-                    logits_at=steps[0].logits_at,
-                    shared=None if adapters is None else {ADAPTERS: PerToken(adapters[0])},
-                )
-                return (logits,), state
-
-            def flat(arrays: Sequence[jax.Array]) -> jax.Array:
-                return jnp.concatenate([array.reshape(1, -1) for array in arrays], axis=1)
-
-            starts = np.cumsum([0, *(step.ids.size for step in steps)])
-            places = []
-            for block, first in zip(blocks, starts[:-1], strict=True):
-                rows, width = block.tokens.index.shape
-                within = jnp.clip(block.at, 0, width - 1)
-                places.append(first + width * jnp.arange(rows, dtype=jnp.int32)[:, None] + within)
-            each_of = [block.tokens for block in blocks]
-            (logits, _), state = self.fn(
-                params,
-                state,
-                flat([step.ids for step in steps]),
-                positions=flat([each.positions for each in each_of]),
-                index=flat([each.index for each in each_of]),
-                valid=flat(
-                    [jnp.full(each.index.shape, True) if each.valid is None else each.valid for each in each_of]
-                ),
-                cached=CachedBlocks(tuple(each_of)),
-                logits_at=flat(places),
-                shared=None if adapters is None else {ADAPTERS: PerToken(flat(adapters))},
-            )
-        cuts = np.cumsum([block.at.size for block in blocks])[:-1]
-        parts = zip(jnp.split(logits[0], cuts), blocks, strict=True)
-        return tuple(part.reshape(*block.at.shape, -1) for part, block in parts), state
-
     def for_hidden_states(self) -> Decoder:
         """This decoder with hidden states [batch, logits, embed] in place of the logits: the result of the layer `norm`
         of the model, in the dtype of the model. Compiled programs omit the head. Requires `has_hidden_states`."""
         return dataclasses.replace(self, fn=_HiddenStates(**vars(self.fn)))
-
-    def _page_table(self, step: Step) -> Int[Array, "batch pages_per_row"] | None:
-        """The page table of each row; None without paged caches."""
-        paging, table = self.paging, step.pages
-        if paging is None:
-            if table is not None:
-                raise ConfigError(
-                    "Step.pages is given, but the model has no paged caches; leave it out, or pass a paged cache to "
-                    "Decoder.of"
-                )
-            return None
-        if table is None:
-            required = self.batch_size * paging.pages_for(self.max_len)
-            if paging.num_pages < required:
-                raise ConfigError(
-                    f"Step.pages is None, which requires {required} pages for {self.batch_size} rows of "
-                    f"{self.max_len} tokens, but the pool has num_pages={paging.num_pages}. Pass page tables, or "
-                    f"increase num_pages"
-                )
-            slots = jnp.arange(step.ids.shape[0]) if step.slots is None else step.slots
-            return paging.own_pages(slots.astype(jnp.int32), self.max_len)
-        lengths = step.ids.shape[1] if step.lengths is None else step.lengths
-        if not any(isinstance(each, jax.core.Tracer) for each in (table, step.start, lengths)):
-            paging.check(table, step.start, np.broadcast_to(lengths, step.start.shape))
-        return table.astype(jnp.int32)
-
-
-def _adapters_of_tokens(steps: Sequence[Step]) -> list[Int[Array, "batch width"]] | None:
-    """The slot of the adapter of each token of some steps; None: no step has adapters."""
-    if all(step.adapters is None for step in steps):
-        return None
-    of_rows = [jnp.int32(-1) if step.adapters is None else step.adapters.astype(jnp.int32)[:, None] for step in steps]
-    return [jnp.broadcast_to(each, step.ids.shape) for each, step in zip(of_rows, steps, strict=True)]
 
 
 class _HiddenStates(Functional):

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from axcore.infer.pages import PagePool, PrefixKey
+from axcore.infer.scheduling.pages import PagePool, PrefixKey
 from axcore.infer.sequences import SavedState, Sequence, Transfer
 
 

@@ -5,28 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from axcore.config import ConfigError
-from axcore.infer.decoder import Decoder
-from axcore.infer.host_pool import HostLimits
-from axcore.infer.row_state import StateLayout, host_limits
+from axcore.infer.decoding.decoder import Decoder
+from axcore.infer.execution.row_state import StateLayout, host_limits
+from axcore.infer.scheduling.host_pool import HostLimits
 from axcore.infer.speculation import Drafter
 
 if TYPE_CHECKING:
     from axcore.infer.engine import Engine
 
 
-def check_config(cfg: Engine.Config, decoder: Decoder, *, has_tokenizer: bool, has_draft_model: bool) -> None:
+def check_config(cfg: Engine.Config, decoder: Decoder, *, has_draft_model: bool) -> None:
     """Checks the config of an engine against its model.
 
     Args:
         cfg: the config.
         decoder: the model with its decoding state.
-        has_tokenizer, has_draft_model: whether the engine was given one.
+        has_draft_model: whether the engine was given one.
 
     Raises:
-        ConfigError: a field does not suit the model, the tokenizer or the draft model.
+        ConfigError: a field does not suit the model or the draft model.
     """
-    if cfg.grammars is not None and not has_tokenizer:
-        raise ConfigError("engine.grammars requires a tokenizer. Give the engine one, or set grammars to None")
     if cfg.speculation is None and has_draft_model:
         raise ConfigError("draft_model has no effect with engine.speculation=None. Set speculation=DraftModel.Config()")
     limit = min(decoder.recompute_above, default=cfg.max_len)

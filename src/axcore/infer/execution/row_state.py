@@ -11,9 +11,9 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Shaped
 
 from axcore.config import ConfigError
-from axcore.infer.decoder import Decoder
-from axcore.infer.decoding_model import state_shardings
-from axcore.infer.host_pool import HostLimits
+from axcore.infer.decoding.decoder import Decoder
+from axcore.infer.decoding.model import state_shardings
+from axcore.infer.scheduling.host_pool import HostLimits
 from axcore.module import Tree
 
 Blocks = Mapping[str, Shaped[Array | np.ndarray, "..."]]

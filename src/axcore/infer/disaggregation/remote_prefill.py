@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from axcore.config import AxcoreError, ConfigError
+from axcore.infer.disaggregation.handover import DeliverHandover, Handover, Prefill
+from axcore.infer.disaggregation.handover_file import read_handover, write_handover
 from axcore.infer.grammar import Grammar
-from axcore.infer.handover import DeliverHandover, Handover, Prefill
-from axcore.infer.handover_file import read_handover, write_handover
 from axcore.infer.requests import Piece, Request, SamplingOptions
 
 _POLL_S = 0.2  # how often a server looks whether the client of a request is gone

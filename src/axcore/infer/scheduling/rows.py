@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from axcore.infer.host_pool import HostPool
-from axcore.infer.pages import PagePool, PrefixKey
+from axcore.infer.scheduling.host_pool import HostPool
+from axcore.infer.scheduling.pages import PagePool, PrefixKey
 from axcore.infer.sequences import Sequence
 
 

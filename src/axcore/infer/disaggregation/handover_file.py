@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from axcore.config import AxcoreError
-from axcore.infer.handover import Handover
+from axcore.infer.disaggregation.handover import Handover
+from axcore.infer.execution.row_state import RowState
 from axcore.infer.requests import TokenLogprob
-from axcore.infer.row_state import RowState
 
 VERSION = 2
 """The version of the format of `write_handover`. Engines exchange handovers of the same version only."""

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from axcore.infer.buckets import bucket
-from axcore.infer.host_pool import HostLimits
-from axcore.infer.programs import Programs
-from axcore.infer.row_state import Blocks, RowState, StateLayout
+from axcore.infer.execution.buckets import bucket
+from axcore.infer.execution.programs import Programs
+from axcore.infer.execution.row_state import Blocks, RowState, StateLayout
+from axcore.infer.scheduling.host_pool import HostLimits
 from axcore.infer.sequences import Transfer
 from axcore.module import Tree
 

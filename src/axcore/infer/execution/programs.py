@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +13,16 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
 from axcore.infer.adapters import Adapters
-from axcore.infer.compiling import Compiler
-from axcore.infer.decoder import Decoder
+from axcore.infer.decoding.decoder import Decoder
+from axcore.infer.decoding.step import Step
 from axcore.infer.embeddings import chunk_states
+from axcore.infer.execution.batches import Batch, ModelCall
+from axcore.infer.execution.compiling import Compiler
 from axcore.infer.sampling import (
     Counts,
     LogProbs,
+    Method,
+    NextToken,
     Sampled,
     SamplingRows,
     Verified,
@@ -28,59 +31,24 @@ from axcore.infer.sampling import (
     verify,
 )
 from axcore.infer.sampling.rows import USUAL_LOGPROBS
-from axcore.infer.step import Step
 from axcore.module import Tree
 from axcore.nn import Phase
 from axcore.parallel import constrain
-
-
-class Batch(NamedTuple):
-    """Rows of one width in a call of the model, padded to a bucket.
-
-    The arrays are new for each call: JAX on CPU may read NumPy memory after the call returns.
-
-    Attributes:
-        ids: the new tokens of each row.
-        ints: for each row the start, the number of new tokens, the slot, 1 if the first new token is the one that was
-            sampled last in this slot, else 0, and the slot of the adapter or -1. A padding row has no new tokens, and a
-            slot that is out of range.
-        pages: the page table of each row; None if the caches have no pages.
-    """
-
-    ids: Int[np.ndarray, "rows width"]
-    ints: Int[np.ndarray, "rows 5"]
-    pages: Int[np.ndarray, "rows pages_per_row"] | None
-
-
-class ModelCall(NamedTuple):
-    """A call of the model on rows that decode, on parts of prompts, or on both together.
-
-    Attributes:
-        decode, prefill: the rows.
-        at: the rows whose logits are returned, counted through `decode` and then `prefill`; None: all.
-        all_slots: whether row i of `decode` has slot i, for all slots. Then caches without pages are read in place.
-    """
-
-    decode: Batch | None
-    prefill: Batch | None = None
-    at: Int[np.ndarray, " rows"] | None = None
-    all_slots: bool = False
-
-    @property
-    def blocks(self) -> dict[Phase, Batch]:
-        """The rows of each phase, if there are any."""
-        blocks: dict[Phase, Batch | None] = {"decode": self.decode, "prefill": self.prefill}
-        return {phase: rows for phase, rows in blocks.items() if rows is not None}
 
 
 class Programs:
     """The model and the sampler, compiled once for each bucket, and the device state that they update in place.
 
     Args:
+        decoder: the model.
+        params: its parameters.
+        state: its decoding state, which the programs take over.
         vocab_size: the number of token ids; None: the size of the logits, which may have more columns as padding.
+        eos_ids: the tokens that `min_tokens` excludes.
         adapters: the adapters of the decoder; None: it has none.
 
     Attributes:
+        state: the decoding state. A program that takes it as a donated argument sets the new one.
         compiler: compiles the programs for later calls of the methods.
         state_shapes: the shapes of the state of the model.
         num_traced: the number of programs that were compiled.
@@ -93,11 +61,12 @@ class Programs:
         state: Tree,
         vocab_size: int | None,
         *,
+        eos_ids: Collection[int] = (),
         adapters: Adapters | None = None,
     ):
-        self.decoder, self.num_traced, self._adapters = decoder, 0, adapters
+        self.decoder, self.num_traced, self._adapters, self._eos_ids = decoder, 0, adapters, eos_ids
         self.state_shapes: Tree = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state["model"])
-        self._params, self._state = params, state
+        self._params, self.state = params, state
         row, table = jnp.zeros((1,), jnp.int32), jnp.zeros((1, 1), jnp.int32)
         one = Step(
             table,
@@ -114,8 +83,8 @@ class Programs:
         self._commit()
         self.compiler = Compiler()
         jit = self.compiler.jit
-        self._model = jit(self._trace_model, donate_argnums=1, static_argnames="all_slots")
-        self._model_of_drafts = jit(self._trace_model_of_drafts, donate_argnums=1, static_argnames="all_slots")
+        self._model = jit(self._trace_model, donate_argnums=1)
+        self._model_of_drafts = jit(self._trace_model_of_drafts, donate_argnums=1)
         self._verifier = jit(self._trace_verifier, donate_argnums=(1, 2))
         self._scorer = jit(self._trace_scorer, donate_argnums=1)
         self._embedder = jit(self._trace_embedder, donate_argnums=1)
@@ -132,17 +101,8 @@ class Programs:
             return
         homes = {leaf.sharding for leaf in jax.tree.leaves(self._params)}
         if len(homes) == 1 and isinstance(home := homes.pop(), SingleDeviceSharding):
-            held = self._params, self._state, self._last, self._counts
-            self._params, self._state, self._last, self._counts = jax.device_put(held, home)
-
-    @property
-    def state(self) -> Tree:
-        """The decoding state. A program that takes it as a donated argument sets the new one."""
-        return self._state
-
-    @state.setter
-    def state(self, state: Tree) -> None:
-        self._state = state
+            held = self._params, self.state, self._last, self._counts
+            self._params, self.state, self._last, self._counts = jax.device_put(held, home)
 
     def logits(self, call: ModelCall) -> Float[Array, "rows vocab"]:
         """Runs the model.
@@ -150,9 +110,7 @@ class Programs:
         Returns:
             The logits of the last new token of each row; NaN in padding rows.
         """
-        logits, self._state = self._model(
-            self._params, self._state, self._last, call.blocks, call.at, all_slots=call.all_slots
-        )
+        logits, self.state = self._model(self._params, self.state, self._last, call.blocks, call.at)
         return logits
 
     def scored(self, rows: Batch, targets: Int[np.ndarray, "1 width"]) -> tuple[Float[Array, "1 vocab"], LogProbs]:
@@ -165,40 +123,59 @@ class Programs:
         Returns:
             The logits of the last new token, and the log-probabilities [width] of the targets.
         """
-        logits, found, self._state = self._scorer(self._params, self._state, self._last, rows, targets)
+        logits, found, self.state = self._scorer(self._params, self.state, self._last, rows, targets)
         return logits, found
 
     def embedded(self, rows: Batch) -> Float[Array, "2 embed"]:
         """Runs the model on a chunk of a prompt, which is one row. For the result see `chunk_states`."""
-        states, self._state = self._embedder(self._params, self._state, self._last, rows)
+        states, self.state = self._embedder(self._params, self.state, self._last, rows)
         return states
 
     def sampled(
-        self, logits: Float[Array, "rows vocab"], slots: Int[np.ndarray, " rows"], rows: SamplingRows
+        self, logits: Float[Array, "rows vocab"], tokens: Sequence[NextToken], method: Method | None = None
     ) -> Sampled:
-        """Samples the next token of each row, and keeps it as the last one of its slot."""
+        """Samples the next token of each row, and keeps it as the last one of its slot.
+
+        Args:
+            logits: the logits of each row.
+            tokens: how the token of each row is sampled; `PADDING` for rows without a token.
+            method: see `SamplingRows.of`.
+        """
+        slots, rows = np.array([token.slot for token in tokens], np.int32), self._sampling_rows(tokens, method)
         found, self._last, self._counts = self._sampler(logits, self._last, self._counts, slots, rows)
         return found
 
-    def logits_of_drafts(self, rows: Batch, *, all_slots: bool = False) -> Float[Array, "rows width vocab"]:
+    def logits_of_drafts(self, rows: Batch) -> Float[Array, "rows width vocab"]:
         """Runs the model on the last token of each row and on its drafts. See `logits`.
 
         Returns:
             The logits of all tokens; NaN in padding.
         """
-        logits, self._state = self._model_of_drafts(self._params, self._state, self._last, rows, all_slots=all_slots)
+        logits, self.state = self._model_of_drafts(self._params, self.state, self._last, rows)
         return logits
 
     def verified(
         self,
         logits: Float[Array, "rows width vocab"],
         drafts: Int[np.ndarray, "rows drafts"],
-        slots: Int[np.ndarray, " rows"],
-        rows: SamplingRows,
+        tokens: Sequence[NextToken],
+        method: Method | None = None,
     ) -> Verified:
-        """Samples the next tokens of rows with drafts, and keeps the last one of each slot. See `verify`."""
+        """Samples the next tokens of rows with drafts, and keeps the last one of each slot. See `verify`.
+
+        Args:
+            logits: the logits of the last token of each row and of its drafts.
+            drafts: the drafts of each row; `NO_DRAFT` in place of missing ones.
+            tokens: how the `width` tokens of each row are sampled, row by row.
+            method: see `SamplingRows.of`.
+        """
+        slots = np.array([token.slot for token in tokens[:: logits.shape[1]]], np.int32)
+        rows = self._sampling_rows(tokens, method)
         found, self._last, self._counts = self._verifier(logits, self._last, self._counts, drafts, slots, rows)
         return found
+
+    def _sampling_rows(self, tokens: Sequence[NextToken], method: Method | None) -> SamplingRows:
+        return SamplingRows.of(tokens, vocab_size=self.vocab_size, eos_ids=self._eos_ids, method=method)
 
     def count(self, slot: int, tokens: Sequence[int], num_prompt: int) -> None:
         """Counts the known tokens of a slot, for the penalties of its next tokens."""
@@ -208,7 +185,7 @@ class Programs:
 
     def write_adapter(self, arrays: Tree, slot: int) -> None:
         """Puts an adapter into a slot. Nothing is written if the slot is out of range."""
-        self._state = self._adapter_writer(self._state, arrays, np.int32(slot))
+        self.state = self._adapter_writer(self.state, arrays, np.int32(slot))
 
     def warm_up_adapters(self) -> None:
         """Compiles `write_adapter`, if there is room for adapters."""
@@ -219,8 +196,8 @@ class Programs:
         """Waits for the device, which an interpreter that ends must not leave running, and frees its memory. No
         program may run afterwards."""
         with contextlib.suppress(RuntimeError):  # a step failed, or its arrays are gone
-            jax.block_until_ready((self._state, self._last, self._counts))
-        del self._params, self._state, self._last, self._counts
+            jax.block_until_ready((self.state, self._last, self._counts))
+        del self._params, self.state, self._last, self._counts
 
     def _trace_model(
         self,
@@ -229,13 +206,11 @@ class Programs:
         last: jax.Array,
         blocks: Mapping[Phase, Batch],
         at: jax.Array | None,
-        *,
-        all_slots: bool,
     ) -> tuple[jax.Array, Tree]:
         self.num_traced += 1
         steps = []
         for phase, rows in blocks.items():
-            step = self._step(state, last, rows, phase, all_slots and phase == "decode")
+            step = self._step(state, last, rows, phase)
             assert step.lengths is not None
             steps.append(dataclasses.replace(step, logits_at=jnp.maximum(step.lengths - 1, 0)[:, None]))
         logits, state = self.decoder(params, state, steps)
@@ -246,18 +221,16 @@ class Programs:
                 found = constrain(found, "batch", "vocab")
         return found, state
 
-    def _trace_model_of_drafts(
-        self, params: Tree, state: Tree, last: jax.Array, rows: Batch, *, all_slots: bool
-    ) -> tuple[jax.Array, Tree]:
+    def _trace_model_of_drafts(self, params: Tree, state: Tree, last: jax.Array, rows: Batch) -> tuple[jax.Array, Tree]:
         self.num_traced += 1
-        logits, state = self.decoder(params, state, self._step(state, last, rows, "decode", all_slots))
+        logits, state = self.decoder(params, state, self._step(state, last, rows, "decode"))
         return logits, state
 
     def _trace_scorer(
         self, params: Tree, state: Tree, last: jax.Array, rows: Batch, targets: jax.Array
     ) -> tuple[jax.Array, LogProbs, Tree]:
         self.num_traced += 1
-        step = self._step(state, last, rows, "prefill", False)
+        step = self._step(state, last, rows, "prefill")
         assert step.lengths is not None
         logits, state = self.decoder(params, state, step)
         real = jnp.arange(logits.shape[-1]) < self.vocab_size
@@ -268,12 +241,13 @@ class Programs:
 
     def _trace_embedder(self, params: Tree, state: Tree, last: jax.Array, rows: Batch) -> tuple[jax.Array, Tree]:
         self.num_traced += 1
-        step = self._step(state, last, rows, "prefill", False)
+        step = self._step(state, last, rows, "prefill")
         assert step.lengths is not None
         hidden, state = self.decoder.for_hidden_states()(params, state, step)
         return chunk_states(hidden[0], step.lengths[0]), state
 
-    def _step(self, state: Tree, last: jax.Array, rows: Batch, phase: Phase, all_slots: bool) -> Step:
+    def _step(self, state: Tree, last: jax.Array, rows: Batch, phase: Phase) -> Step:
+        all_slots = phase == "decode" and self.decoder.paging is None  # see `ModelCall.decode`
         start, lengths, slots, continues, adapters = jnp.moveaxis(jnp.asarray(rows.ints), 1, 0)
         if all_slots:  # a slot without new tokens keeps its row
             start = jnp.where(lengths > 0, start, state["lengths"])
