@@ -38,7 +38,7 @@ class Recurrent(StatefulLayer):
         def __call__(self, x, tokens):
             return self.recur(tokens, x)
 
-        def advance(self, before, documents, x): ...  # see docs/plugins/building_blocks.md
+        def advance(self, before, documents, x): ...  # see docs/plugins/recurrent.md
     ```
 
     While decoding with `max_rollback=k`, the state after each of the last k tokens is kept as well. It is computed by
@@ -64,7 +64,7 @@ class Recurrent(StatefulLayer):
             axes: the logical axes of `shape`; None: none.
         """
         if not self.carried:
-            self._make_resumable()
+            self._count_tokens()
         self.carried = (*self.carried, (name, shape, np.dtype(dtype)))
         setattr(self, name, nnx.data(None))
         size, kept = self.config.batch_size, 1 + self.config.max_rollback
@@ -108,25 +108,29 @@ class Recurrent(StatefulLayer):
 
     def _block(self, tokens: TokenInfo, *inputs: jax.Array) -> jax.Array:
         batch, documents = inputs[0].shape[0], Documents.of(tokens, inputs[0].shape[0])
-        if self.resumable is None:
+        if self.num_tokens is None:
             return self.advance(
                 {name: jnp.zeros((batch, *shape), dtype) for name, shape, dtype in self.carried}, documents, *inputs
             )[0]
         rows, size = self._continue(tokens, batch), 1 + self.config.max_rollback
+        valid = rows.is_valid[:, None] if documents.valid is None else documents.valid & rows.is_valid[:, None]
+        documents = dataclasses.replace(documents, valid=jnp.broadcast_to(valid, inputs[0].shape[:2]))
         before = {name: self._read(name, rows) for name, *_ in self.carried}
         if size == 1:
             y, after = self.advance(before, documents, *inputs)
-            kept, numbers = {name: value[:, None] for name, value in after.items()}, rows.stop[:, None]
+            for name, value in after.items():
+                tokens.rows.put(getattr(self, name), value[:, None])
         else:
             y, kept, numbers = self._one_by_one(rows, before, documents, *inputs)
-        place = jnp.where(numbers < 0, size, numbers % size)  # `size` is out of range
-        for name, value in kept.items():
-            rows.write(getattr(self, name), place, value)
+            place = jnp.where(numbers < 0, size, numbers % size)  # `size` is out of range
+            for name, value in kept.items():
+                rows.write_places(getattr(self, name), place, value)
         return jnp.where(rows.is_valid.reshape(-1, *(1,) * (y.ndim - 1)), y, jnp.nan)
 
     def _read(self, name: str, rows: StateRows) -> jax.Array:
         """A carried array before the tokens of each row."""
-        found = rows.read(getattr(self, name), rows.start[:, None] % (1 + self.config.max_rollback))[:, 0]
+        state, size = getattr(self, name), 1 + self.config.max_rollback
+        found = rows.read(state)[:, 0] if size == 1 else rows.read_place(state, rows.start % size)
         return jnp.where((rows.start > 0).reshape(-1, *(1,) * (found.ndim - 1)), found, 0)
 
     def _one_by_one(

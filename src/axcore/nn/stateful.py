@@ -24,6 +24,7 @@ class StateRows(NamedTuple):
             state.
         start, stop: the number of tokens of each row before and after the call.
         is_valid: false for rows that neither start again nor continue their state.
+        num_replaced: the number of last tokens before the call that it replaces; None: none in any row.
     """
 
     slots: Int[Array, " rows"] | None
@@ -31,30 +32,39 @@ class StateRows(NamedTuple):
     start: Int[Array, " rows"]
     stop: Int[Array, " rows"]
     is_valid: Bool[Array, " rows"]
+    num_replaced: Int[Array, " rows"] | None
 
-    def read(self, state: DecodingState, place: Int[Array, "rows places"]) -> Shaped[Array, "rows places ..."]:
-        """Places of each row of an array [slots, places, ...]."""
+    def read(self, state: DecodingState) -> Shaped[Array, "rows ..."]:
+        """The rows of an array [slots, ...]."""
+        held: jax.Array = state[...]
+        return held if self.slots is None else held[self.slots]
+
+    def write(self, state: DecodingState, values: Shaped[Array, "rows ..."]) -> None:
+        """Writes rows of an array [slots, ...]."""
+        if self.slots is None:  # without a scatter, XLA updates all slots in one loop
+            held = state[...]
+            chosen = self.is_written.reshape(-1, *(1,) * (held.ndim - 1))
+            state[...] = jnp.where(chosen, values.astype(held.dtype), held)
+        else:
+            state.put((self._written(state),), values)
+
+    def read_place(self, state: DecodingState, place: Int[Array, " rows"]) -> Shaped[Array, "rows ..."]:
+        """A place of each row of an array [slots, places, ...]."""
         held = state[...]
-        if held.shape[1] == place.shape[1] == 1:
-            return held if self.slots is None else held[self.slots]
-        if self.slots is not None:
-            found: jax.Array = held[self.slots[:, None], place]
-            return found
-        return jnp.take_along_axis(held, place.reshape(*place.shape, *(1,) * (held.ndim - 2)), axis=1)
+        slots = jnp.arange(held.shape[0]) if self.slots is None else self.slots
+        found: jax.Array = held[slots, place]
+        return found
 
-    def write(
+    def write_places(
         self, state: DecodingState, place: Int[Array, "rows places"], values: Shaped[Array, "rows places ..."]
     ) -> None:
-        """Writes places of each row. Those out of range are dropped."""
+        """Writes places of each row of an array [slots, places, ...]. Those out of range are dropped."""
+        state.put((self._written(state)[:, None], place), values)
+
+    def _written(self, state: DecodingState) -> Int[Array, " rows"]:
+        """The slot of each row that is written, and a number out of range for the others."""
         size = state.whole.shape[len(state.layer)]
-        slots = jnp.arange(size, dtype=jnp.int32) if self.slots is None else self.slots
-        if self.slots is not None or place.shape[1] > 1:
-            state.put((jnp.where(self.is_written, slots, size)[:, None], place), values)
-            return
-        held = state[...]  # without a scatter, XLA updates all slots in one loop
-        chosen = (jnp.arange(held.shape[1]) == place) & self.is_written[:, None]
-        chosen = chosen.reshape(*chosen.shape, *(1,) * (held.ndim - 2))
-        state[...] = jnp.where(chosen, values.astype(held.dtype), held)
+        return jnp.where(self.is_written, jnp.arange(size) if self.slots is None else self.slots, size)
 
 
 class StatefulLayer(Layer):
@@ -75,25 +85,27 @@ class StatefulLayer(Layer):
             return self.set(batch_size=batch_size)
 
     config: Config
-    resumable: DecodingState | None
+    num_tokens: DecodingState | None
+    earliest: DecodingState | None
 
-    def _make_resumable(self) -> None:
-        """Creates `resumable`, int32 [slots, 1, 2]: the smallest and the largest number of tokens after which each row
-        can be continued."""
-        self.resumable = nnx.data(None)
+    def _count_tokens(self) -> None:
+        """Creates `num_tokens`, int32 [slots], after how many tokens each row is continued, and with `max_rollback`
+        also `earliest`, after how many it can be continued at least."""
+        self.num_tokens = self.earliest = nnx.data(None)
         if self.config.batch_size is not None:
-            self.resumable = DecodingState(
-                jnp.zeros((self.config.batch_size, 1, 2), jnp.int32), axes=("batch", None, None)
-            )
+            none = jnp.zeros((self.config.batch_size,), jnp.int32)
+            self.num_tokens = DecodingState(none, axes=("batch",))
+            if self.config.max_rollback:
+                self.earliest = DecodingState(none, axes=("batch",))
 
     def _continue(self, tokens: TokenInfo, batch: int) -> StateRows:
-        """The rows that a block of `batch` rows continues. Updates `resumable`.
+        """The rows that a block of `batch` rows continues. Updates `num_tokens` and `earliest`.
 
         Raises:
             ConfigError: the number of rows is wrong, or the rows are packed.
         """
         cfg, cached = self.config, tokens.rows
-        assert self.resumable is not None and cfg.batch_size is not None
+        assert self.num_tokens is not None and cfg.batch_size is not None
         if cached.slots is None and batch != cfg.batch_size:
             raise ConfigError(
                 f"{self.frame.path}: {type(self).__name__} keeps the state of batch_size={cfg.batch_size} rows but was "
@@ -108,10 +120,12 @@ class StatefulLayer(Layer):
         exists = True if tokens.valid is None else tokens.valid
         start = jnp.where(exists, index, jnp.iinfo(jnp.int32).max).min(axis=1)
         stop = jnp.where(exists, index, -1).max(axis=1) + 1
-        held = self.resumable[...] if cached.slots is None else self.resumable[...][cached.slots]
-        least, most = jnp.moveaxis(held[:, 0], -1, 0)
-        is_valid = (stop == 0) | (start == 0) | ((least <= start) & (start <= most))
-        rows = StateRows(cached.slots, is_valid & (stop > 0), start, stop, is_valid)
-        least = jnp.maximum(jnp.where(start == 0, 0, least), stop - cfg.max_rollback)
-        rows.write(self.resumable, jnp.zeros((batch, 1), jnp.int32), jnp.stack([least, stop], axis=1)[:, None])
+        before = cached.take(self.num_tokens)
+        earliest = before if self.earliest is None else cached.take(self.earliest)
+        is_valid = (stop == 0) | (start == 0) | ((earliest <= start) & (start <= before))
+        num_replaced = None if self.earliest is None else before - start
+        rows = StateRows(cached.slots, is_valid & (stop > 0), start, stop, is_valid, num_replaced)
+        rows.write(self.num_tokens, stop)
+        if self.earliest is not None:
+            rows.write(self.earliest, jnp.maximum(jnp.where(start == 0, 0, earliest), stop - cfg.max_rollback))
         return rows

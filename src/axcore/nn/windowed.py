@@ -8,7 +8,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from axcore.config import ConfigError, PositiveInt
 from axcore.module import DecodingState
@@ -26,14 +26,17 @@ class LaggedInputs:
     Attributes:
         tokens: the tokens of the call.
         max_lag: the largest number of tokens between a token and an input.
-        rows: for each block, the `max_lag` inputs before the call and those of the call.
+        rows: for each block, the `max_lag` inputs before the call and those of the call. Inputs before the first token
+            of a row may be those of another row.
         documents: the documents of each block.
+        is_valid: for each block, false for rows that do not continue their state; None: all rows are valid.
     """
 
     tokens: TokenInfo
     max_lag: int
     rows: tuple[Float[Array, "rows max_lag_and_width features"], ...]
     documents: tuple[Documents, ...]
+    is_valid: tuple[Bool[Array, " rows"] | None, ...]
 
     def __getitem__(self, lag: int) -> Float[Array, "batch seq features"]:
         """The input `lag` tokens before each token, zero where its document has none.
@@ -44,9 +47,17 @@ class LaggedInputs:
         if not 0 <= lag <= self.max_lag:
             raise IndexError(f"lag={lag} must be from 0 to max_lag={self.max_lag}. Call remember with a larger max_lag")
         found = []
-        for row, documents in zip(self.rows, self.documents, strict=True):
+        parts = zip(self.tokens.blocks, self.rows, self.documents, self.is_valid, strict=True)
+        for tokens, row, documents, is_valid in parts:
             start, width = self.max_lag - lag, row.shape[1] - self.max_lag
-            found.append(documents.where_same(lag, row[:, start : start + width]))
+            x = documents.where_same(lag, row[:, start : start + width])
+            # Masks after the slice: XLA vectorizes what follows only then.
+            if tokens.cached is not None:
+                exists, other = tokens.index >= lag, jnp.zeros((1, 1), x.dtype)
+                if is_valid is not None:
+                    exists, other = exists & is_valid[:, None], jnp.where(is_valid, 0, jnp.nan).astype(x.dtype)[:, None]
+                x = jnp.where(exists[..., None], x, other[..., None])
+            found.append(x)
         return self.tokens.join(found)
 
 
@@ -68,8 +79,8 @@ class Windowed(StatefulLayer):
             return inputs[0] - inputs[1]
     ```
 
-    While decoding, the input of the token at `index` is kept in the place `index % size` of its row. If the KV caches
-    have pages, all inputs are kept in pages like keys, so that rows can share prefixes and replace any tokens.
+    While decoding, each row keeps its last inputs, the newest last. If the KV caches have pages, all inputs are kept in
+    pages like keys, so that rows can share prefixes and replace any tokens.
     """
 
     class Config(StatefulLayer.Config):
@@ -102,11 +113,11 @@ class Windowed(StatefulLayer):
             axis: the logical axis of the features.
         """
         cfg = self.config
-        self.max_lag, self.past, self.resumable = max_lag, nnx.data(None), nnx.data(None)
+        self.max_lag, self.past, self.num_tokens = max_lag, nnx.data(None), nnx.data(None)
         if cfg.pages is not None:
             shape, rows = (*cfg.pages, features), "page"
         elif cfg.batch_size is not None:
-            self._make_resumable()
+            self._count_tokens()
             shape, rows = (cfg.batch_size, max_lag + cfg.max_rollback, features), "batch"
         else:
             return
@@ -123,31 +134,30 @@ class Windowed(StatefulLayer):
         """
         parts = list(zip(tokens.blocks, tokens.split(x), strict=True))
         documents = tuple(Documents.of(block, part.shape[0]) for block, part in parts)
-        rows = [self._row(block, each.only_tokens(x)) for (block, x), each in zip(parts, documents, strict=True)]
-        return LaggedInputs(tokens, self.max_lag, tuple(rows), documents)
+        found = [self._row(block, each.only_tokens(x)) for (block, x), each in zip(parts, documents, strict=True)]
+        rows, is_valid = zip(*found, strict=True)
+        return LaggedInputs(tokens, self.max_lag, rows, documents, is_valid)
 
-    def _row(self, tokens: TokenInfo, x: jax.Array) -> jax.Array:
-        """The inputs before the tokens of a block, and these."""
+    def _row(self, tokens: TokenInfo, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """The inputs before the tokens of a block and these, and which rows are valid."""
         batch, width, features = x.shape
         if self.past is None:
-            return jnp.concatenate([jnp.zeros((batch, self.max_lag, features), x.dtype), x], axis=1)
+            return jnp.concatenate([jnp.zeros((batch, self.max_lag, features), x.dtype), x], axis=1), None
         if self.config.paging is not None:
-            return jnp.concatenate([self._from_pages(self.past, self.config.paging, tokens, x), x], axis=1)
-        rows, size = self._continue(tokens, batch), self.past[...].shape[1]
-        before = rows.start[:, None] - self.max_lag + jnp.arange(self.max_lag)
-        if size:
-            past = rows.read(self.past, before % size)
-        else:
-            past = jnp.zeros((batch, 0, features), x.dtype)
-        past = jnp.where((before >= 0)[..., None], past, 0).astype(x.dtype)
-        index = jnp.broadcast_to(tokens.index, (batch, width))
-        kept = index >= rows.stop[:, None] - size  # later tokens overwrite the others
-        if tokens.valid is not None:
-            kept &= tokens.valid
-        if size:
-            rows.write(self.past, jnp.where(kept, index % size, size), x)
-        row = jnp.concatenate([past, x], axis=1)
-        return jnp.where(rows.is_valid[:, None, None], row, jnp.nan)
+            return jnp.concatenate([self._from_pages(self.past, self.config.paging, tokens, x), x], axis=1), None
+        rows = self._continue(tokens, batch)
+        past = rows.read(self.past).astype(x.dtype)
+        if rows.num_replaced is not None:
+            held = jnp.maximum(jnp.arange(past.shape[1]) - rows.num_replaced[:, None], 0)
+            past = jnp.take_along_axis(past, held[..., None], axis=1)
+        every, size = jnp.concatenate([past, x], axis=1), past.shape[1]
+        last = every[:, 1:]
+        if width != 1:
+            is_token = jnp.ones((batch, width), bool) if tokens.valid is None else tokens.valid
+            end = jnp.where(is_token, jnp.arange(1, width + 1), 0).max(axis=1, keepdims=True)
+            last = jnp.take_along_axis(every, (end + jnp.arange(size))[..., None], axis=1)
+        rows.write(self.past, last)
+        return every[:, self.config.max_rollback :], rows.is_valid
 
     def _from_pages(self, past: DecodingState, paging: Paging, tokens: TokenInfo, x: jax.Array) -> jax.Array:
         """The inputs before the tokens of a block, after these are written. Parts of a prompt are rows of one block, so
@@ -171,5 +181,5 @@ class Windowed(StatefulLayer):
         past.put((jnp.where(is_kept, page, paging.num_pages), place), x)
         start = jnp.where(exists, index, jnp.iinfo(jnp.int32).max - width).min(axis=1, keepdims=True)
         before = start - self.max_lag + jnp.arange(self.max_lag)
-        found = past.whole[(*past.layer, *places(before))].astype(x.dtype)
-        return jnp.where((before >= 0)[..., None], found, 0)
+        found: jax.Array = past.whole[(*past.layer, *places(before))].astype(x.dtype)
+        return found

@@ -45,6 +45,8 @@ def ssd(
     """
     batch, seq, num_heads, head_dim = x.shape
     num_groups, state_dim = B.shape[2:]
+    if seq == 1 and documents is None:
+        return _one_token(x, dt, A, B, C, state)
     num_chunks = -(-seq // chunk)
     chunk = -(-seq // num_chunks)  # chunks as equal as possible
 
@@ -87,6 +89,22 @@ def ssd(
     y += _product("bcign,cbgrpn->bcigrp", C, before.astype(x.dtype)) * seen[..., None]
     y = y.reshape(batch, num_chunks * chunk, num_heads, head_dim)[:, :seq]
     return y, after.reshape(batch, num_heads, head_dim, state_dim)
+
+
+def _one_token(
+    x: jax.Array, dt: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, state: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """`ssd` of one token per row, in float32. Without matrix products, XLA reads the state where it is."""
+    batch, _, num_heads, head_dim = x.shape
+    groups, state_dim = B.shape[2:]
+    per_group = (batch, groups, num_heads // groups)
+    inputs = (x * dt[..., None]).astype(jnp.float32).reshape(*per_group, head_dim, 1)
+    B, C = (each.astype(jnp.float32).reshape(batch, groups, 1, 1, state_dim) for each in (B, C))
+    after = inputs * B
+    if state is not None:
+        after += jnp.exp(dt * A).reshape(*per_group, 1, 1) * state.reshape(*per_group, head_dim, state_dim)
+    y = (after * C).sum(axis=-1)
+    return y.reshape(batch, 1, num_heads, head_dim), after.reshape(batch, num_heads, head_dim, state_dim)
 
 
 LEAST = -104.0
