@@ -67,14 +67,6 @@ class GoesOn(Average):
         return rows._replace(is_valid=jnp.ones_like(rows.is_valid))
 
 
-class WritesAlways(Average):
-    """Changes the state of a row that does not continue it."""
-
-    def _continue(self, tokens, batch):
-        rows = super()._continue(tokens, batch)
-        return rows._replace(is_written=rows.stop > 0)
-
-
 class IgnoresSlots(Average):
     def _continue(self, tokens, batch):
         rows = super()._continue(tokens, batch)
@@ -123,7 +115,6 @@ WRONG = {
     KeepsNewestState: REPLACED,
     StartsFromOldState: AGAIN,
     GoesOn: NAN,
-    WritesAlways: NAN,
     IgnoresSlots: WIDTHS,
 }
 
