@@ -10,6 +10,12 @@ from typing import Any
 import jax
 from jax.stages import Lowered
 
+from axcore.parallel import CompilerOptions
+
+OPTIONS: CompilerOptions = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+"""Options of the XLA compiler. Kernels of a CUDA graph that do not depend on each other run at the same time, such as
+those that write keys and values. Compilers of other devices ignore this."""
+
 
 class Compiler:
     """Makes jitted functions, and compiles them for the arguments of later calls."""
@@ -18,8 +24,8 @@ class Compiler:
         self._is_tracing = False
 
     def jit(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:  # Any: as in `jax.jit`
-        """`jax.jit`, except that calls only trace the function while `compile` runs."""
-        jitted = jax.jit(fn, **options)
+        """`jax.jit` with `OPTIONS`, except that calls only trace the function while `compile` runs."""
+        jitted = jax.jit(fn, compiler_options=OPTIONS, **options)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._is_tracing:
