@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from axcore.config import AxcoreError
 from axcore.infer.execution.buckets import bucket
 from axcore.infer.execution.programs import Programs
 from axcore.infer.execution.row_state import Blocks, RowState, StateLayout
@@ -72,6 +73,28 @@ class StatePrograms:
         """The arrays of a slot, [1, ...], on the device."""
         found: Blocks = self._slot_reader(self._programs.state, np.int32(slot)) if self.layout.slot else {}
         return found
+
+    def empty_slots(self, count: int) -> list[Blocks]:
+        """The arrays of some slots, [1, ...] each, with zeros.
+
+        Raises:
+            AxcoreError: they do not fit in memory.
+        """
+        try:
+            return [
+                {
+                    path: jnp.zeros((1, *block.shape), block.dtype, device=self.layout.shardings[path])
+                    for path, block in self.layout.slot.items()
+                }
+                for _ in range(count)
+            ]
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise AxcoreError(
+                f"engine.prefix_states={count}: states of {self.layout.slot_bytes} bytes each do not fit in memory. "
+                f"Reduce it ({str(error).splitlines()[0]})"
+            ) from error
 
     def write_slot(self, slot: int, num_tokens: int, blocks: Blocks) -> None:
         """Writes the arrays of a slot, and the number of its tokens."""
@@ -173,6 +196,7 @@ class Transfers:
         programs: the programs of the engine.
         layout: the arrays of the state.
         limits: the size of host memory.
+        num_states: the number of saved states, which are slots on the device.
 
     Attributes:
         programs: the programs that read and write the state.
@@ -180,7 +204,7 @@ class Transfers:
         exported: the state of exported sequences, by id, until it is taken.
     """
 
-    def __init__(self, programs: Programs, layout: StateLayout, limits: HostLimits):
+    def __init__(self, programs: Programs, layout: StateLayout, limits: HostLimits, num_states: int = 0):
         self.programs = StatePrograms(programs, layout)
         self.exported: dict[int, RowState] = {}
         # Allocated once. The system commits the memory on first use.
@@ -188,15 +212,28 @@ class Transfers:
             _empty(layout.pages, limits.num_pages),
             _empty(layout.slot, limits.num_slots),
         )
+        # Allocated now, so that an engine that starts has the memory.
+        self._states: list[Blocks] = self.programs.empty_slots(num_states)
         self._copies: deque[_Copy] = deque()
         self._plan = self.bytes_to_host = self.bytes_to_device = 0
 
     def start(self, transfers: Iterable[Transfer], plan: int) -> None:
         """Runs the transfers of a plan in their order. Only those that read host memory may wait for the device."""
         self._plan = plan
-        run = {"offload": self._offload, "restore": self._restore, "export": self._export, "import": self._import}
+        run = {
+            "offload": self._offload,
+            "restore": self._restore,
+            "export": self._export,
+            "import": self._import,
+            "save": self._save,
+            "load": self._load,
+        }
         for transfer in transfers:
             run[transfer.kind](transfer)
+
+    def free(self) -> None:
+        """Frees the saved states."""
+        self._states.clear()
 
     def finish(self, plan: int) -> None:
         """Waits for the copies to the host of this plan and of those before it."""
@@ -251,6 +288,14 @@ class Transfers:
         assert transfer.slot is not None
         self.programs.write_slot(transfer.slot, transfer.num_tokens, blocks)
         self.bytes_to_device += self.programs.layout.slot_bytes
+
+    def _save(self, transfer: Transfer) -> None:
+        assert transfer.slot is not None
+        self._states[transfer.state] = self.programs.read_slot(transfer.slot)
+
+    def _load(self, transfer: Transfer) -> None:
+        assert transfer.slot is not None
+        self.programs.write_slot(transfer.slot, transfer.num_tokens, self._states[transfer.state])
 
     def _export(self, transfer: Transfer) -> None:
         layout = self.programs.layout
