@@ -30,7 +30,7 @@ def pip(tmp_path_factory):
 
 
 # Their suites take a minute each.
-LENGTHY = ("attention", "kv_cache", "layer", "numerics", "parallelism", "recipe", "training")
+LENGTHY = ("attention", "kv_cache", "layer", "numerics", "parallelism", "recipe", "recurrent", "training")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from axcore.infer import Engine, Request
 from axcore.infer.decoding.decoder import Decoder
 from axcore.infer.execution.programs import Programs
 from axcore.infer.execution.row_state import StateLayout, host_limits
-from axcore.infer.execution.transfers import PAGES_PER_CALL, StatePrograms
+from axcore.infer.execution.state_programs import PAGES_PER_CALL, StatePrograms
 from axcore.parallel import Mesh
 from axcore.testing.devices import on_devices
 

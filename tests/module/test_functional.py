@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import axcore as ax
-from axcore.module import abstract, functional, initializer, invoke
+from axcore.module import ContextError, abstract, functional, initializer, invoke
 from axcore.nn import Linear
 
 from .layers import Parent, Plain, Stacked
@@ -60,6 +60,17 @@ def test_axes_have_the_structure_of_the_parameters(parts):
     fn, params, _ = parts
     assert fn.axes == {"first": {"scale": ("embed",)}, "second": {"scale": ("embed",)}}
     assert jax.tree.structure(fn.axes, is_leaf=lambda node: isinstance(node, tuple)) == jax.tree.structure(params)
+
+
+@pytest.mark.parametrize("array", [np.arange(3.0), jnp.arange(3.0)], ids=["numpy", "jax"])
+def test_an_array_in_a_plain_attribute_is_named(array):
+    class Constant(ax.Layer):
+        def __init__(self, cfg, *, rngs):
+            self.table = array
+
+    module = Model.Config(children=(("first", Constant.Config()),)).build(rngs=ax.Rngs(0))
+    with pytest.raises(ContextError, match=r"^first \(Constant\) stores an array in its attribute 'table'\. Compute"):
+        functional(module)
 
 
 def test_a_functional_hashes_by_identity(parts):

@@ -6,6 +6,7 @@ import numpy as np
 
 from axcore.config import AxcoreError
 from axcore.infer import EngineStats, Piece, TokenLogprob
+from axcore.infer.engine import BaseEngine
 from axcore.infer.scheduling.limits import SchedulerLimits
 from axcore.infer.scheduling.scheduler import Scheduler
 from axcore.infer.text import TextStream
@@ -66,7 +67,7 @@ def _logprob(id, count):
     return TokenLogprob(id, -0.25, 0, top[:count])
 
 
-class Scripted:
+class Scripted(BaseEngine):
     """Repeats `ids` after every prompt.
 
     Attributes:
@@ -76,7 +77,7 @@ class Scripted:
     def __init__(self, ids=b"one two three ", *, max_len=4096, holds=False, tokenizer=None):
         self.ids, self.holds, self.max_len, self.is_closed = list(ids), holds, max_len, False
         self.tokenizer = tokenizer or ByteTokenizer.Config().build()
-        self.vocab_size = self.tokenizer.vocab_size
+        self.vocab_size, self.eos_ids = self.tokenizer.vocab_size, self.tokenizer.eos_ids
         self.jobs, self.adapters = [], ()
         self._scheduler = Scheduler(SchedulerLimits(4, max_len, 64))
         self._lock = threading.Lock()

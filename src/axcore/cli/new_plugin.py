@@ -17,6 +17,7 @@ TEMPLATES = Path(__file__).parent.parent / "templates"
 """One folder for each kind. It contains the distribution `axcore-new-KIND` of the plugin `new-KIND`."""
 KINDS = (
     "layer",
+    "recurrent",
     "attention",
     "grouped_matmul",
     "kv_cache",

@@ -110,9 +110,14 @@ def split(module: nnx.Module) -> tuple[nnx.GraphDef[nnx.Module], PyTree, PyTree]
 
 
 def functional(module: nnx.Module) -> tuple[Functional, Tree, Tree]:
-    """A module as (pure function, parameters, other state)."""
+    """A module as (pure function, parameters, other state).
+
+    Raises:
+        ContextError: A module or Variable has two paths, or an array is not in a Variable.
+    """
     _check_unique(module)
     graphdef, params, state = split(module)
+    _check_variables(module, state)
     declared = (getattr(node, "activation_axes", ()) for _, node in nnx.iter_modules(module))
     fn = Functional(
         graphdef,
@@ -173,6 +178,18 @@ def _check_unique(module: nnx.Module) -> None:
             f"{first} and {second} are the same {type(node).__name__}, but each module must have one path. To tie "
             f"weights, call one module from both places"
         )
+
+
+def _check_variables(module: nnx.Module, state: PyTree) -> None:
+    """Checks that no layer stores an array in a plain attribute, which is neither a parameter nor other state."""
+    for path, value in nnx.to_flat_state(state):
+        if not isinstance(value, nnx.Variable):
+            *above, name = path
+            where, node = ".".join(map(str, above)) or "the module", functools.reduce(_step, above, module)
+            raise ContextError(
+                f"{where} ({type(node).__name__}) stores an array in its attribute {name!r}. Compute a constant where "
+                f"it is used, or store the array in an nnx.Variable"
+            )
 
 
 def _step(node: Any, name: object) -> Any:  # Any: a module, list or Variable

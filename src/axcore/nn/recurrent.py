@@ -38,7 +38,7 @@ class Recurrent(StatefulLayer):
         def __call__(self, x, tokens):
             return self.recur(tokens, x)
 
-        def advance(self, before, documents, x): ...  # see docs/plugins/building_blocks.md
+        def advance(self, before, documents, x): ...  # see docs/plugins/recurrent.md
     ```
 
     While decoding with `max_rollback=k`, the state after each of the last k tokens is kept as well. It is computed by

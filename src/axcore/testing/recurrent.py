@@ -113,7 +113,7 @@ class RecurrentSuite:
             self._close(found[row], wanted[row, start[row] : start[row] + 2])
 
     def test_rows_of_several_widths_in_one_call(self) -> None:
-        """One call decodes two rows and computes a part of a prompt."""
+        """One call decodes two rows and computes a part of a prompt; then all rows go on."""
         x, slots = self._x(), np.array([2, 0])
         wanted = self._expected(x)
         for max_rollback in (0, self.max_rollback):
@@ -125,9 +125,11 @@ class RecurrentSuite:
             )
             index, valid = (_flat([getattr(each, name) for _, each in parts]) for name in ("index", "valid"))
             tokens = _tokens(index, valid, cached=CachedBlocks(tuple(each for _, each in parts)))
-            found, _ = call(state, _flat([part for part, _ in parts]), tokens)
+            found, state = call(state, _flat([part for part, _ in parts]), tokens)
             self._close(found[0, :2], wanted[slots, 4])
             self._close(found[0, 2:7], wanted[1, :5])
+            found, _ = call(state, *_part(x, np.full(ROWS, 5), [2] * ROWS, 2))
+            self._close(found, wanted[:, 5:7])
 
     def _x(self) -> np.ndarray:
         shape = ROWS, SEQ, getattr(self.config(), "input_dim")  # noqa: B009 - a field of the layer

@@ -11,6 +11,7 @@ from axcore.infer.engine.checks import check_config, checked_host_limits
 from axcore.infer.execution.programs import Programs
 from axcore.infer.execution.row_state import StateLayout
 from axcore.infer.execution.runner import Runner
+from axcore.infer.execution.state_programs import StatePrograms
 from axcore.infer.execution.transfers import Transfers
 from axcore.infer.execution.warm_up import WarmUp, compile_programs
 from axcore.infer.loaded_adapters import LoadedAdapters
@@ -40,7 +41,7 @@ class EngineCore:
         adapters: what adapters are and how they are loaded; None: the engine has no adapters.
         loaded: the adapters that requests can use.
         programs: the compiled programs, which own the decoding state.
-        state_layout: the arrays of the decoding state.
+        state_programs: the programs that read and write parts of it.
         transfers: moves decoding state out of the device and back.
         runner: runs the plans of the scheduler.
         scheduler: plans the steps.
@@ -84,9 +85,10 @@ class EngineCore:
         if decoder.paging is not None:
             shares = (decoder.shares_prefixes or cfg.prefix_states > 0) and cfg.prefix_caching is not False
             pool = PagePool(decoder.paging.num_pages, decoder.paging.page_size, shares_prefixes=shares)
-        self.state_layout = StateLayout(decoder, state)
-        host = checked_host_limits(cfg, self.state_layout, shares_prefixes=pool is not None and pool.shares_prefixes)
-        self.transfers = Transfers(programs, self.state_layout, host, cfg.prefix_states)
+        state_layout = StateLayout(decoder, state)
+        host = checked_host_limits(cfg, state_layout, shares_prefixes=pool is not None and pool.shares_prefixes)
+        self.state_programs = StatePrograms(programs, state_layout)
+        self.transfers = Transfers(self.state_programs, host, cfg.prefix_states)
         self._states = PrefixStates(cfg.prefix_states) if cfg.prefix_states else None
         self._pool, self._buckets, self._num_drafts = pool, cfg.buckets(decoder), cfg.num_drafts
         self.runner = Runner(programs, self.transfers, self._buckets, self._num_drafts)
@@ -99,7 +101,7 @@ class EngineCore:
             counters: those of the steps and tokens so far; others are replaced.
         """
         scheduler, pool, host_pages = self.scheduler, self._pool, self.scheduler.host.pages
-        num_traced = self.programs.num_traced + self.transfers.programs.num_traced
+        num_traced = self.programs.num_traced + self.state_programs.num_traced
         return dataclasses.replace(
             counters,
             running=scheduler.num_running,
@@ -123,7 +125,7 @@ class EngineCore:
         """
         compile_programs(self.programs, self._buckets, self._num_drafts, asked, check)
         if asked.transfers:
-            self.transfers.programs.warm_up()
+            self.state_programs.warm_up()
         if self.drafter is not None:
             self.drafter.warm_up(asked.methods)
 

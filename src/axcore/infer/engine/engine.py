@@ -315,7 +315,7 @@ class Engine(config.Configurable, BaseEngine):
         """
         self.check(request)
         handover.check(request, self._identity.text, self.vocab_size)
-        self._core.state_layout.check(handover.state)
+        self._core.state_programs.layout.check(handover.state)
         return self._queue(request, deliver, sample=sample, handover=handover)
 
     def _queue(

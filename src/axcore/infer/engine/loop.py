@@ -112,33 +112,41 @@ class EngineLoop:
     # What follows runs in the thread.
 
     def _serve(self) -> None:
-        flight: StepInFlight | None = None
         try:
-            while not self.is_closed:
-                self._read_inbox(wait=flight is None and self._scheduler.is_idle)
-                if flight is not None and flight.plan.is_read_first:
-                    self._collect(flight)
-                    flight = None
-                plan = self._scheduler.plan(self._drafts())
-                started = None if plan is None else self._start(plan)
-                if flight is not None:
-                    self._collect(flight)
-                flight = started
-                self._deliver_exports()
+            self._run_steps()
         except BaseException as error:
             self._failure = error
         with self._closing:
             self.is_closed = True
         atexit.unregister(self.close)
-        reason = "was closed" if self._failure is None else f"failed: {type(self._failure).__name__}: {self._failure}"
         self._read_inbox(wait=False)
+        self._end_samples()
+        self._core.free()
+
+    def _run_steps(self) -> None:
+        """Runs steps until the loop is closed. Each is planned and started before the results of the last are read."""
+        flight: StepInFlight | None = None
+        while not self.is_closed:
+            self._read_inbox(wait=flight is None and self._scheduler.is_idle)
+            if flight is not None and flight.plan.is_read_first:
+                self._collect(flight)
+                flight = None
+            plan = self._scheduler.plan(self._drafts())
+            started = None if plan is None else self._start(plan)
+            if flight is not None:
+                self._collect(flight)
+            flight = started
+            self._deliver_exports()
+
+    def _end_samples(self) -> None:
+        """Delivers an error to every sample that has not ended."""
+        reason = "was closed" if self._failure is None else f"failed: {type(self._failure).__name__}: {self._failure}"
         for sample in [*self._samples.values(), *(sample for sample, _ in self._exports.values())]:
             ended = AxcoreError(f"the engine {reason}")
             ended.__cause__ = self._failure
             self._send(sample, ended)
         self._samples.clear()
         self._exports.clear()
-        self._core.free()
 
     def _read_inbox(self, *, wait: bool) -> None:
         if wait:

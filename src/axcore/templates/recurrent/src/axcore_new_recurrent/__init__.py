@@ -1,0 +1,1 @@
+"""minGRU in place of attention, for axcore."""
