@@ -49,6 +49,8 @@ MODELS = {
     "short convolutions": (2, _convolved),
 }
 """Name -> the number of layers, and what is attached to the tiny model."""
+HAVE_SLOTS = ("rings", "Mamba-2")
+"""Models with state that is not in pages."""
 
 
 @functools.cache
@@ -87,5 +89,6 @@ def recomputed(name):
 
 def engine(name, cache):
     """An engine, to be closed."""
-    cfg = Engine.Config(max_len=MAX_LEN, max_rows=ROWS, step_tokens=STEP, cache=CACHES[cache])
+    states = 2 if cache == "paged" and name in HAVE_SLOTS else 0
+    cfg = Engine.Config(max_len=MAX_LEN, max_rows=ROWS, step_tokens=STEP, cache=CACHES[cache], prefix_states=states)
     return cfg.build(built(name)[1])

@@ -10,6 +10,7 @@ from axcore.infer.requests import Request
 from axcore.infer.scheduling.host_pool import HostLimits, HostPool
 from axcore.infer.scheduling.limits import SchedulerLimits
 from axcore.infer.scheduling.pages import PagePool
+from axcore.infer.scheduling.prefix_states import PrefixStates
 from axcore.infer.scheduling.rows import Rows
 from axcore.infer.scheduling.scheduler import Scheduler
 from axcore.infer.sequences import SavedState, Sequence
@@ -72,6 +73,7 @@ class FakeDevice:
         self.cache = {}  # (page, offset) -> (token, hash of all tokens so far)
         self.slots = {}  # slot -> (number, hash) of the tokens of the row
         self.host, self.host_slots = {}, {}  # copies of both
+        self.states = {}  # saved slots
         self.exported = {}  # by sequence
         self.last = {}  # the token sampled last, by slot
         self.weights = 0
@@ -149,6 +151,13 @@ class FakeDevice:
                 copy((each.slot,), (each.host_slot,), self.slots, self.host_slots, None, each.kind)
                 if size is None:
                     copy((each.slot,), (each.host_slot,), self.cache, self.host, 1000, each.kind)
+            return
+        if each.kind == "save":
+            self.states[each.state] = self.slots[each.slot]
+            return
+        if each.kind == "load":
+            self.slots[each.slot] = self.states[each.state]
+            assert self.slots[each.slot][0] == each.num_tokens, "a state of another number of tokens"
             return
         row = Row(None, None, each.sequence.id, each.slot, each.pages, 0, 0, False, (), 0)
         if each.kind == "export":
@@ -239,6 +248,7 @@ class Scenario:
     flush_at: frozenset[int] = frozenset()
     host: HostLimits = HostLimits()
     shares_prefixes: bool = True
+    num_states: int = 0  # saved at page boundaries; 0: without slots if prefixes are shared
     most_drafts: int = 0  # of a sequence in a step
     drafting: frozenset[int] = frozenset()  # the sequences with drafts, which wait for their last token
     scheduler: type[Scheduler] = Scheduler
@@ -252,6 +262,7 @@ class Simulation:
 
     Attributes:
         trace: what was dispatched: for each plan, its rows.
+        plans: the plans.
         sequences: every sequence that was added, by id.
     """
 
@@ -261,15 +272,16 @@ class Simulation:
         if scenario.num_pages is not None:
             pool = scenario.pool(scenario.num_pages, scenario.page_size, shares_prefixes=scenario.shares_prefixes)
         self.pool = pool
-        self.scheduler = scenario.scheduler(scenario.limits, pool, scenario.host)
+        self.states = PrefixStates(scenario.num_states) if scenario.num_states else None
+        self.scheduler = scenario.scheduler(scenario.limits, pool, scenario.host, self.states)
         self.scheduler._rows.__class__ = scenario.rows
         self.scheduler.host.__class__ = scenario.host_pool
         # The state of a slot here cannot be rolled back, so it excludes drafts.
-        has_slots = (pool is None or not pool.shares_prefixes) and not scenario.drafting
+        has_slots = (pool is None or not pool.shares_prefixes or self.states is not None) and not scenario.drafting
         page_size = None if pool is None else scenario.page_size
         self.device = FakeDevice(page_size, has_slots, scenario.limits.recompute_above)
         self.num_flushed = self.num_restored = 0
-        self.trace, self.sequences, self.in_flight = [], {}, collections.deque()
+        self.trace, self.plans, self.sequences, self.in_flight = [], [], {}, collections.deque()
         self.tick, self.max_steps = 0, max_steps
         self.num_tokens_at_cancel = {}
         self.arrivals = collections.deque(sorted(enumerate(scenario.arrivals), key=lambda each: each[1].at))
@@ -311,6 +323,7 @@ class Simulation:
         self.check_order(before, self.scheduler.num_preempted - num_preempted)
         if plan is not None:
             self.check_plan(plan)
+            self.plans.append(plan)
             self.trace.append(self.device.dispatch(plan))
         else:
             assert self.in_flight or self.scheduler.is_idle, "nothing runs although sequences wait"

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from axcore.config import ConfigError
+from axcore.infer.scheduling.host_pool import HostLimits
 from axcore.infer.scheduling.limits import SchedulerLimits
 from axcore.infer.scheduling.pages import PagePool
+from axcore.infer.scheduling.prefix_states import PrefixStates
 from axcore.infer.scheduling.scheduler import Scheduler
 from axcore.infer.sequences import Sequence
 
@@ -360,3 +362,45 @@ def test_no_page_is_lost_after_ten_thousand_requests():
 def test_many_more_scenarios():
     for seed in range(1000, 1600):
         Simulation(random_scenario(random.Random(seed), max_requests=40)).run()
+
+
+def test_rows_start_from_saved_states():
+    """Those of a model with state in slots, whatever is preempted, offloaded, cancelled, evicted and flushed."""
+    total = collections.Counter()
+    for seed in (*range(120), 328):  # in the last, a row that was offloaded finds more of its prompt in pages
+        rng = random.Random(seed)
+        scenario = random_scenario(rng, drafting=frozenset(), most_drafts=0)
+        if scenario.num_pages is None:
+            continue
+        host = HostLimits()
+        if seed % 2 == 0:
+            scenario = random_host(rng, scenario)
+            host = HostLimits(num_pages=40, num_slots=rng.randint(1, 5), offloads_preempted=True)
+        changes = {"num_states": rng.randint(1, 6), "shares_prefixes": True, "host": host}
+        simulation = Simulation(dataclasses.replace(scenario, **changes)).run()
+        assert simulation.states.num_saved <= changes["num_states"]
+        transfers = collections.Counter(each.kind for plan in simulation.plans for each in plan.transfers)
+        total.update({kind: transfers[kind] for kind in ("save", "load", "restore")})
+        total["preempted"] += simulation.scheduler.num_preempted
+    assert min(total.values()) > 40, total
+
+
+def test_a_state_is_saved_where_prefixes_divide():
+    """The first prompt saves its state at its last full page, the second where it leaves the first, and the third,
+    which leaves it there, too, starts from that state."""
+    limits, shared = SchedulerLimits(1, 40, 32), list(range(1, 10))
+    asked = [request([*shared, *[end] * 10], 1) for end in (11, 12, 13)]
+    simulation = started(limits, asked, num_pages=40, num_states=4).run()
+    steps = [(row.id, row.start, row.count) for step in simulation.trace for row in step]
+    assert steps == [(0, 0, 16), (0, 16, 3), (1, 0, 8), (1, 8, 8), (1, 16, 3), (2, 8, 8), (2, 16, 3)]
+
+
+def test_the_least_recently_used_state_makes_room():
+    states = PrefixStates(2)
+    assert [states.save(key) for key in (b"a", b"b", b"a")] == [0, 1, None]
+    assert states.save(b"c") == 1
+    assert [states.match(keys) for keys in ([b"a"], [b"b"], [b"a", b"b", b"c"], [b"b", b"a", b"b"])] == [1, 0, 3, 2]
+    assert states.use(b"a") == 0 and states.save(b"d") == 1
+    states.flush()
+    assert states.num_saved == states.match([b"a"]) == 0
+    assert {states.save(b"a"), states.save(b"b")} == {0, 1}

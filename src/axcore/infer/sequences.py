@@ -45,6 +45,7 @@ class Sequence:
         pages: its page table, while it runs and pages are in use.
         keys: the keys of its known full pages, for the weights of `epoch`.
         num_published: the number of its pages that were published, or are not published because others are.
+        boundaries: numbers of tokens after which its state is saved, ascending. A chunk of it ends there.
         max_len: the number of tokens at which it ends; set by `Scheduler.add`.
         arrival: its number in the order of `Scheduler.add`.
         saved: its decoding state outside of the device, while it waits with `num_computed` tokens; None: it has none.
@@ -65,6 +66,7 @@ class Sequence:
         self.pages: list[int] = []
         self.keys: list[PrefixKey] = []
         self.num_published = self.epoch = 0
+        self.boundaries: list[int] = []
         self.max_len = self.arrival = 0
         self.saved: SavedState | None = None
         self.is_exported = self.needs_last_token = False
@@ -159,7 +161,8 @@ class Transfer:
 
     Attributes:
         kind: `offload` copies from the device to host memory, and `restore` back; `export` reads the state of a
-            sequence for another engine, and `import` writes such a state.
+            sequence for another engine, and `import` writes such a state. `save` copies a slot to a saved state, and
+            `load` back.
         pages: the pages of the device.
         host_pages: the same number of pages in host memory; empty in exports and imports.
         slot: the slot of the device; None: pages only.
@@ -168,9 +171,10 @@ class Transfer:
         handover: what an import writes.
         first_page: the index of `pages[0]` in the row.
         num_tokens: the number of computed tokens of the sequence.
+        state: the number of the state that is saved or loaded.
     """
 
-    kind: Literal["offload", "restore", "export", "import"]
+    kind: Literal["offload", "restore", "export", "import", "save", "load"]
     pages: tuple[int, ...] = ()
     host_pages: tuple[int, ...] = ()
     slot: int | None = None
@@ -179,6 +183,7 @@ class Transfer:
     handover: object = None
     first_page: int = 0
     num_tokens: int = 0
+    state: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

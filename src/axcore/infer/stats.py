@@ -23,6 +23,7 @@ class EngineStats:
         compiled: programs compiled so far.
         pages: the pages of the caches; None: they have none.
         host_pages: the pages in host memory; None: there are none.
+        saved_states: the states that are saved at page boundaries, see `Engine.Config.prefix_states`.
         offloaded: how often the state of a preempted sample was copied to host memory, instead of being computed again.
         bytes_to_host, bytes_to_device: decoding state that was copied so far.
     """
@@ -39,6 +40,7 @@ class EngineStats:
     compiled: int = 0
     pages: PageUsage | None = None
     host_pages: PageUsage | None = None
+    saved_states: int = 0
     offloaded: int = 0
     bytes_to_host: int = 0
     bytes_to_device: int = 0

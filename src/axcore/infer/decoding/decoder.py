@@ -72,7 +72,8 @@ class Decoder:
         max_rollback: the largest number of tokens that a step may roll back; None: any number. It is the smallest
             `max_rollback` of the configs of layers with decoding state, and 0 if one of them has no such attribute.
         least_rollback_in: the path of the first layer with that `max_rollback`; empty if it is None.
-        unpaged: the paths of layers with decoding state that is not in pages.
+        unpaged: the paths of layers with decoding state that is not in pages. It is in slots, which engines can save at
+            page boundaries, so that such models share prefixes, too (`Engine.Config.prefix_states`).
         bytes_per_token: bytes of one token in the paged caches of all layers, on all devices together; 0 without
             pages.
         has_hidden_states: whether the model has a layer `norm` before its head, as `for_hidden_states` requires.

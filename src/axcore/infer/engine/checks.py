@@ -28,13 +28,15 @@ def check_config(cfg: Engine.Config, decoder: Decoder, *, has_draft_model: bool)
     if cfg.speculation is None and has_draft_model:
         raise ConfigError("draft_model has no effect with engine.speculation=None. Set speculation=DraftModel.Config()")
     limit = min(decoder.recompute_above, default=cfg.max_len)
-    if cfg.prefix_caching and decoder.unpaged:
+    if cfg.prefix_states:
+        _check_prefix_states(cfg, decoder, limit)
+    if cfg.prefix_caching and decoder.unpaged and not cfg.prefix_states:
         raise ConfigError(
             f"engine.prefix_caching=True requires pages in every layer that keeps decoding state, and "
             f"{decoder.unpaged[0]} has none. Choose a cache with pages if it is a cache, such as that of "
-            f"axcore-paged-kv; otherwise leave prefix_caching out"
+            f"axcore-paged-kv; otherwise set prefix_states, or leave prefix_caching out"
         )
-    if cfg.prefix_caching and not decoder.shares_prefixes:
+    if cfg.prefix_caching and not (decoder.shares_prefixes or cfg.prefix_states):
         raise ConfigError(
             f"engine.prefix_caching=True: the keys of a row change when it passes {limit} tokens, so rows cannot share "
             f"them. Leave prefix_caching out"
@@ -46,6 +48,32 @@ def check_config(cfg: Engine.Config, decoder: Decoder, *, has_draft_model: bool)
         )
     if cfg.speculation is not None:
         _check_speculation(cfg, cfg.speculation, decoder)
+
+
+def _check_prefix_states(cfg: Engine.Config, decoder: Decoder, limit: int) -> None:
+    where = f"engine.prefix_states={cfg.prefix_states}"
+    if cfg.prefix_caching is False:
+        raise ConfigError(f"{where} has no use with engine.prefix_caching=False. Leave one of them out")
+    if decoder.paging is None:
+        raise ConfigError(
+            f"{where} requires a cache with pages in some layer, such as that of axcore-paged-kv, since prefixes are "
+            f"shared page by page. Choose one, or set prefix_states=0"
+        )
+    if decoder.recompute_above:
+        raise ConfigError(
+            f"{where}: the keys of a row change when it passes {limit} tokens, so rows cannot share them. Set "
+            f"prefix_states=0"
+        )
+    if not decoder.unpaged:
+        raise ConfigError(
+            f"{where} has no use, since all decoding state of the model is in pages, which rows share. Set "
+            f"prefix_states=0"
+        )
+    if cfg.speculation is not None and cfg.speculation.reads_hidden_states:
+        raise ConfigError(
+            f"{where}: engine.speculation reads the hidden states of all tokens, so prompts cannot share prefixes. Set "
+            f"prefix_states=0, or use another drafter"
+        )
 
 
 def _check_speculation(cfg: Engine.Config, speculation: Drafter.Config, decoder: Decoder) -> None:

@@ -16,6 +16,7 @@ from axcore.infer.execution.transfers import Transfers
 from axcore.infer.execution.warm_up import WarmUp, compile_programs
 from axcore.infer.loaded_adapters import LoadedAdapters
 from axcore.infer.scheduling.pages import PagePool
+from axcore.infer.scheduling.prefix_states import PrefixStates
 from axcore.infer.scheduling.scheduler import Scheduler
 from axcore.infer.speculation import Target, keeping_hidden_states
 from axcore.infer.stats import EngineStats
@@ -82,15 +83,16 @@ class EngineCore:
             self.drafter = speculation.build(target)
         pool = None
         if decoder.paging is not None:
-            shares = decoder.shares_prefixes and cfg.prefix_caching is not False
+            shares = (decoder.shares_prefixes or cfg.prefix_states > 0) and cfg.prefix_caching is not False
             pool = PagePool(decoder.paging.num_pages, decoder.paging.page_size, shares_prefixes=shares)
         state_layout = StateLayout(decoder, state)
         host = checked_host_limits(cfg, state_layout, shares_prefixes=pool is not None and pool.shares_prefixes)
         self.state_programs = StatePrograms(programs, state_layout)
-        self.transfers = Transfers(self.state_programs, host)
+        self.transfers = Transfers(self.state_programs, host, cfg.prefix_states)
+        self._states = PrefixStates(cfg.prefix_states) if cfg.prefix_states else None
         self._pool, self._buckets, self._num_drafts = pool, cfg.buckets(decoder), cfg.num_drafts
         self.runner = Runner(programs, self.transfers, self._buckets, self._num_drafts)
-        self.scheduler = Scheduler(cfg.limits(decoder), pool, host)
+        self.scheduler = Scheduler(cfg.limits(decoder), pool, host, self._states)
 
     def stats(self, counters: EngineStats) -> EngineStats:
         """The counters now.
@@ -109,6 +111,7 @@ class EngineCore:
             compiled=num_traced + (0 if self.drafter is None else self.drafter.num_traced),
             pages=None if pool is None else pool.usage,
             host_pages=None if host_pages is None else host_pages.usage,
+            saved_states=0 if self._states is None else self._states.num_saved,
             bytes_to_host=self.transfers.bytes_to_host,
             bytes_to_device=self.transfers.bytes_to_device,
         )
@@ -130,4 +133,5 @@ class EngineCore:
         """Waits for the device, and frees its memory. Nothing may run afterwards."""
         if self.drafter is not None:
             self.drafter.close()
+        self.transfers.free()
         self.programs.free()

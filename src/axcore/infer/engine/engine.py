@@ -84,7 +84,12 @@ class Engine(config.Configurable, BaseEngine):
         adapters: Adapters.Config | None = None
         """Room for adapters, which requests choose by name, such as that of axcore-lora; None: no adapters."""
         prefix_caching: bool | None = None
-        """Whether prompts share the pages of equal prefixes; None: if all caches of the model have pages."""
+        """Whether prompts share the pages of equal prefixes; None: if all decoding state is in pages, or
+        `prefix_states` is set."""
+        prefix_states: NonNegativeInt = 0
+        """For models whose decoding state is partly in pages, such as hybrids of attention and Mamba-2: the number of
+        states that the device keeps besides those of `max_rows` rows, so that prompts share prefixes. A state is that
+        of one row in all layers without pages, after a full page of its tokens. 0: prompts share none."""
         preemption: Literal["recompute", "offload"] = "recompute"
         """What happens to the decoding state of a sample that loses its row to another: it is computed again, or copied
         to host memory and back. Without room in `host_cache_bytes`, it is computed again."""
@@ -372,7 +377,10 @@ class Engine(config.Configurable, BaseEngine):
             prompt_logprobs=prompt_logprobs,
             embeddings=embeddings,
             grammars=self._grammars is not None,
-            transfers=handovers or self._prefill is not None or self.config.host_cache_bytes > 0,
+            transfers=handovers
+            or self._prefill is not None
+            or self.config.host_cache_bytes > 0
+            or self.config.prefix_states > 0,
         )
         self._loop.in_thread(functools.partial(self._core.warm_up, asked, self._loop.check_open))
 

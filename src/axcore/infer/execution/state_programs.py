@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from axcore.config import AxcoreError
 from axcore.infer.execution.buckets import bucket
 from axcore.infer.execution.programs import Programs
 from axcore.infer.execution.row_state import Blocks, StateLayout
@@ -68,6 +69,28 @@ class StatePrograms:
         """The arrays of a slot, [1, ...], on the device."""
         found: Blocks = self._slot_reader(self._programs.state, np.int32(slot)) if self.layout.slot else {}
         return found
+
+    def empty_slots(self, count: int) -> list[Blocks]:
+        """The arrays of some slots, [1, ...] each, with zeros.
+
+        Raises:
+            AxcoreError: they do not fit in memory.
+        """
+        try:
+            return [
+                {
+                    path: jnp.zeros((1, *block.shape), block.dtype, device=self.layout.shardings[path])
+                    for path, block in self.layout.slot.items()
+                }
+                for _ in range(count)
+            ]
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise AxcoreError(
+                f"engine.prefix_states={count}: states of {self.layout.slot_bytes} bytes each do not fit in memory. "
+                f"Reduce it ({str(error).splitlines()[0]})"
+            ) from error
 
     def write_slot(self, slot: int, num_tokens: int, blocks: Blocks) -> None:
         """Writes the arrays of a slot, and the number of its tokens."""

@@ -34,27 +34,41 @@ class Transfers:
     Args:
         programs: the programs that read and write the state.
         limits: the size of host memory.
+        num_states: the number of saved states, which are slots on the device.
 
     Attributes:
         bytes_to_host, bytes_to_device: what was copied so far, without padding.
         exported: the state of exported sequences, by id, until it is taken.
     """
 
-    def __init__(self, programs: StatePrograms, limits: HostLimits):
+    def __init__(self, programs: StatePrograms, limits: HostLimits, num_states: int = 0):
         self.exported: dict[int, RowState] = {}
         self._programs, self._layout = programs, programs.layout
         # Allocated once. The system commits the memory on first use.
         self._host_pages = _empty(self._layout.pages, limits.num_pages)
         self._host_slots = _empty(self._layout.slot, limits.num_slots)
+        # Allocated now, so that an engine that starts has the memory.
+        self._states = programs.empty_slots(num_states)
         self._copies: deque[_Copy] = deque()
         self._plan = self.bytes_to_host = self.bytes_to_device = 0
 
     def start(self, transfers: Iterable[Transfer], plan: int) -> None:
         """Runs the transfers of a plan in their order. Only those that read host memory may wait for the device."""
         self._plan = plan
-        run = {"offload": self._offload, "restore": self._restore, "export": self._export, "import": self._import}
+        run = {
+            "offload": self._offload,
+            "restore": self._restore,
+            "export": self._export,
+            "import": self._import,
+            "save": self._save,
+            "load": self._load,
+        }
         for transfer in transfers:
             run[transfer.kind](transfer)
+
+    def free(self) -> None:
+        """Frees the saved states."""
+        self._states.clear()
 
     def finish(self, plan: int) -> None:
         """Waits for the copies to the host of this plan and of those before it."""
@@ -109,6 +123,14 @@ class Transfers:
         assert transfer.slot is not None
         self._programs.write_slot(transfer.slot, transfer.num_tokens, blocks)
         self.bytes_to_device += self._layout.slot_bytes
+
+    def _save(self, transfer: Transfer) -> None:
+        assert transfer.slot is not None
+        self._states[transfer.state] = self._programs.read_slot(transfer.slot)
+
+    def _load(self, transfer: Transfer) -> None:
+        assert transfer.slot is not None
+        self._programs.write_slot(transfer.slot, transfer.num_tokens, self._states[transfer.state])
 
     def _export(self, transfer: Transfer) -> None:
         layout = self._layout

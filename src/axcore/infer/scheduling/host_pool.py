@@ -150,6 +150,15 @@ class HostPool:
             Transfer("export", pages, slot=sequence.slot, sequence=sequence, num_tokens=sequence.num_computed)
         )
 
+    def save(self, sequence: Sequence, number: int) -> None:
+        """Copies the slot of a sequence to a saved state, on the device."""
+        self._transfers.append(Transfer("save", slot=sequence.slot, state=number))
+
+    def load(self, sequence: Sequence, number: int) -> None:
+        """Copies a saved state to the slot of a sequence that starts after `num_computed` tokens."""
+        num_tokens = sequence.num_computed
+        self._transfers.append(Transfer("load", slot=sequence.slot, state=number, num_tokens=num_tokens))
+
     def flush(self) -> None:
         """Forgets all prefixes, because the weights changed."""
         if self.pages is not None:

@@ -39,7 +39,8 @@ class PagePool:
     Args:
         num_pages: the number of pages.
         page_size: the number of tokens in a page.
-        shares_prefixes: whether rows can share pages. False for a model with other state than paged caches.
+        shares_prefixes: whether rows can share pages. False for a model with other state than paged caches, unless
+            that state is saved (`PrefixStates`).
 
     Attributes:
         epoch: the number of times that `flush` was called. It is part of every key.

@@ -27,11 +27,12 @@ class PlanBuilder:
         self._taken: dict[Sequence, int] = {}  # of `num_left`
 
     def take(self, sequence: Sequence) -> None:
-        """Adds the last token of a sequence that decodes, or as many tokens of a prompt as there is room for, unless it
-        has no room for what must be one chunk."""
+        """Adds the last token of a sequence that decodes, or as many tokens of a prompt as there is room for, at most
+        to a boundary where its state is saved, unless it has no room for what must be one chunk."""
         count = sequence.length - sequence.num_computed
         if not sequence.is_decoding:
-            count, multiple = min(count, self.num_left), self._limits.chunk_multiple
+            boundary = min(sequence.boundaries, default=sequence.length)
+            count, multiple = min(boundary - sequence.num_computed, self.num_left), self._limits.chunk_multiple
             if sequence.num_computed == 0 and count < self._limits.first_chunk(sequence.length):
                 return
             self._taken[sequence] = min(self.num_left, -(-count // multiple) * multiple)

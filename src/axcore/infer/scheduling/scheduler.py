@@ -13,6 +13,7 @@ from axcore.infer.scheduling.host_pool import HostLimits, HostPool
 from axcore.infer.scheduling.limits import SchedulerLimits
 from axcore.infer.scheduling.pages import PagePool
 from axcore.infer.scheduling.plan_builder import PlanBuilder
+from axcore.infer.scheduling.prefix_states import PrefixStates
 from axcore.infer.scheduling.rows import CachedPrefix, Rows
 from axcore.infer.sequences import Plan, Sequence
 
@@ -43,20 +44,27 @@ class Scheduler:
         limits: the size of the decoding state and of a step.
         pool: the pages of the cache; None: each slot has room for `max_len` tokens.
         host: the size of host memory for decoding state.
+        states: the saved states of rows; None: none are saved.
 
     Attributes:
         num_preempted: how often a sequence lost its row.
         host: decoding state outside of the device.
     """
 
-    def __init__(self, limits: SchedulerLimits, pool: PagePool | None = None, host: HostLimits | None = None):
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        pool: PagePool | None = None,
+        host: HostLimits | None = None,
+        states: PrefixStates | None = None,
+    ):
         self.limits = limits
         self.max_len = limits.max_len if pool is None else min(limits.max_len, pool.num_pages * pool.page_size)
         self.num_preempted = 0
         # Without pages, a slot is a page that holds a whole row.
         pages = PagePool(limits.max_rows, limits.max_len, shares_prefixes=False) if pool is None else pool
         self.host = HostPool(host or HostLimits(), pages, is_paged=pool is not None)
-        self._rows = Rows(limits.max_rows, pages, 0 if pool is None else limits.watermark, self.host)
+        self._rows = Rows(limits.max_rows, pages, 0 if pool is None else limits.watermark, self.host, states)
         self._alive: dict[int, Sequence] = {}
         self._waiting: list[Sequence] = []  # sorted by rank
         self._is_burst = False
@@ -143,6 +151,8 @@ class Scheduler:
         """The weights changed: forgets cached pages, and computes the tokens of running sequences again."""
         self._rows.pool.flush()
         self.host.flush()
+        if self._rows.states is not None:
+            self._rows.states.flush()
         for sequence in self._waiting:
             if sequence.saved is not None:
                 self.host.drop(sequence)
