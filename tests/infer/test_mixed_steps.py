@@ -9,6 +9,7 @@ import pytest
 
 import axcore as ax
 from axcore.infer import Decoder, Engine, Request, SamplingOptions, Step
+from axcore.infer.engine import loop
 from axcore.infer.execution.buckets import Buckets, Shape
 from axcore.infer.execution.programs import Programs
 from axcore.infer.scheduling.limits import SchedulerLimits
@@ -145,15 +146,18 @@ def test_results_do_not_depend_on_the_rows_of_a_step(dtype, calls):
 
 
 @pytest.mark.long
-def test_a_burst_changes_the_steps_and_no_token(calls):
-    """Four prompts of 50 tokens are more than two steps of 36, even if the first steps run before the last arrives."""
+def test_a_burst_changes_the_steps_and_no_token(calls, monkeypatch):
+    """Four prompts of 20 tokens are more than two steps of 36. The engine waits for the last of them."""
+    monkeypatch.setattr(loop, "PAUSE_SECONDS", 0.5)
+    monkeypatch.setattr(loop, "GATHERING_SECONDS", 10)
     model, random = ax.pipe(tiny_model(), ax.use("rope")).build(rngs=ax.Rngs(0)), np.random.default_rng(2)
-    prompts = [tuple(random.integers(0, VOCAB_SIZE, 50).tolist()) for _ in OUTPUTS]
+    prompts = [tuple(random.integers(0, VOCAB_SIZE, 20).tolist()) for _ in OUTPUTS]
     found = []
     for burst_tokens in (None, 36):
         calls.clear()
         found.append(run(model, PAGED, prompts, step_tokens=16, burst_tokens=burst_tokens))
-        assert (max(prefill for _, prefill in calls) > 1) == (burst_tokens is not None), calls
+        is_burst = burst_tokens is not None
+        assert (max(prefill for _, prefill in calls) > 1) == is_burst == (calls[0][1] > 1), calls
     assert [piece.ids for piece in found[0]] == [piece.ids for piece in found[1]]
     with pytest.raises(ax.ConfigError, match=r"engine\.burst_tokens=36 requires a cache with pages"):
         run(model, ContiguousCache.Config(), prompts, step_tokens=16, burst_tokens=36)

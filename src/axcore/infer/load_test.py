@@ -7,6 +7,7 @@ import functools
 import random
 import threading
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -70,7 +71,8 @@ class _Test:
     """A running test. `_receive` runs in the engine's thread, which takes less time than handing pieces to another."""
 
     def __init__(self, engine: Engine, load: Load, seed: int):
-        self._engine, self._load, self._random = engine, load, random.Random(seed)
+        self._engine, self._load = engine, load
+        self._requests = list(_requests(engine.vocab_size, load, random.Random(seed)))  # made before the clock starts
         self._times: list[list[float]] = []
         self._num_ended = 0
         self._error: AxcoreError | None = None
@@ -98,12 +100,9 @@ class _Test:
         )
 
     def _send(self) -> None:
-        length = self._load.output_tokens
-        options = SamplingOptions(temperature=0.0, max_tokens=length, ignore_eos=True)
-        ids = tuple(self._random.randrange(self._engine.vocab_size) for _ in range(self._load.prompt_tokens))
         times = [time.perf_counter()]
         self._times.append(times)
-        self._engine.submit(Request(ids, options), functools.partial(self._receive, times))
+        self._engine.submit(self._requests[len(self._times) - 1], functools.partial(self._receive, times))
 
     def _receive(self, times: list[float], piece: Piece | AxcoreError) -> None:
         if isinstance(piece, AxcoreError):
@@ -118,6 +117,12 @@ class _Test:
             self._done.set()
         elif len(self._times) < self._load.num_requests:
             self._send()
+
+
+def _requests(vocab_size: int, load: Load, rng: random.Random) -> Iterator[Request]:
+    options = SamplingOptions(temperature=0.0, max_tokens=load.output_tokens, ignore_eos=True)
+    for _ in range(load.num_requests):
+        yield Request(tuple(rng.randrange(vocab_size) for _ in range(load.prompt_tokens)), options)
 
 
 def _percentile(seconds: np.ndarray, share: int) -> float:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 from axcore.config import AxcoreError, ConfigError
@@ -18,6 +20,9 @@ from axcore.infer.requests import Piece
 from axcore.infer.sequences import Plan, SavedState
 from axcore.infer.speculation import Drafts
 from axcore.infer.stats import EngineStats
+
+PAUSE_SECONDS, GATHERING_SECONDS = 0.0005, 0.005
+"""A burst of requests to an idle engine ends after a pause, and starts to run after the second time at the latest."""
 
 _logger = logging.getLogger(__name__)
 
@@ -151,8 +156,17 @@ class EngineLoop:
     def _read_inbox(self, *, wait: bool) -> None:
         if wait:
             self._inbox.get()()
+            if self._scheduler.limits.burst_tokens is not None:
+                self._gather()
         while not self._inbox.empty():  # no other thread reads it
             self._inbox.get()()
+
+    def _gather(self) -> None:
+        """Reads the rest of a burst before its first step, which would compute a small part of it otherwise."""
+        end = time.monotonic() + GATHERING_SECONDS
+        with contextlib.suppress(queue.Empty):
+            while time.monotonic() < end:
+                self._inbox.get(timeout=PAUSE_SECONDS)()
 
     def _has_adapter(self, sample: Sample) -> bool:
         """Finds the adapter of a request. One that was unloaded since the request was checked ends the sample."""

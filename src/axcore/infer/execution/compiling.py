@@ -25,7 +25,7 @@ class Compiler:
 
     def jit(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:  # Any: as in `jax.jit`
         """`jax.jit` with `OPTIONS`, except that calls only trace the function while `compile` runs."""
-        jitted = jax.jit(fn, compiler_options=OPTIONS, **options)
+        jitted = jax.jit(fn, compiler_options=dict(OPTIONS), **options)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._is_tracing:
