@@ -59,6 +59,17 @@ def test_a_hit_gives_the_tokens_of_a_miss(name, drafts):
                 np.testing.assert_allclose(logprobs, expected, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_an_engine_that_computes_prompts_for_another_starts_from_states():
+    case = CASES["mamba2-paged"]
+    fields = {"cache": case.large, "prefix_states": STATES}
+    with case.engine(case.model(), cache=case.large) as plain, case.engine(case.model(), **fields) as prefill:
+        cfg = prefill.config
+        with cfg.build(case.model(), eos_ids=(5,), prefill=prefill) as engine:
+            assert [ids for ids, _ in answers(engine)[0]] == [ids for ids, _ in answers(plain)[0]]
+        assert prefill.stats.cached_tokens == 2 * 16
+
+
 @pytest.mark.long
 def test_samples_that_share_a_prompt_compute_it_once():
     case, request = CASES["mamba2-paged"], Request(SHARED, OPTIONS)

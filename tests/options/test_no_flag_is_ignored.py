@@ -183,6 +183,7 @@ VALUES = {
     "serve --name": "other",
     "serve --no-warm-up": None,
     "serve --port": "3",
+    "serve --prefix-states": "4",
     "serve --prompt-logprobs": None,
     "serve --set": "model.softcap=3",
     "serve --speculation": "ngram",

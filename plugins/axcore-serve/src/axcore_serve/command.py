@@ -51,6 +51,12 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default: {default:g})")
     add_adapters(parser, "an adapter that requests choose by the model NAME; may be repeated")
     add_step_sizes(parser)
+    parser.add_argument(
+        "--prefix-states",
+        type=int,
+        default=0,
+        help="number of saved states, with which hybrids of attention and Mamba-2 share prefixes (default: 0)",
+    )
     parser.add_argument("--api-keys", metavar="FILE", help="file with an API key in each line (default: no key needed)")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (default: the tokenizer's)")
     add_grammars(parser)
@@ -109,6 +115,7 @@ def main(arguments: Sequence[str]) -> int:
             max_len=given.max_len,
             step_tokens=chosen_step_tokens(given),
             burst_tokens=given.burst_tokens,
+            prefix_states=given.prefix_states,
             speculation=chosen_drafter(given),
             adapters=room,
         )
