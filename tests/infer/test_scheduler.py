@@ -395,11 +395,21 @@ def with_prompt_logprobs(arrival):
 def test_a_state_is_saved_where_prefixes_divide():
     """The first prompt saves its state at its last full page, the second where it leaves the first, and the third,
     which leaves it there, too, starts from that state."""
-    limits, shared = SchedulerLimits(1, 40, 32), list(range(1, 10))
-    asked = [request([*shared, *[end] * 10], 1) for end in (11, 12, 13)]
-    simulation = started(limits, asked, num_pages=40, num_states=4).run()
-    steps = [(row.id, row.start, row.count) for step in simulation.trace for row in step]
+    steps = [(row.id, row.start, row.count) for step in divided_prompts(max_rows=1) for row in step]
     assert steps == [(0, 0, 16), (0, 16, 3), (1, 0, 8), (1, 8, 8), (1, 16, 3), (2, 8, 8), (2, 16, 3)]
+
+
+def test_a_row_waits_for_a_state_that_another_will_save():
+    """The third prompt waits for the second, as the second does for the first."""
+    steps = [[(row.id, row.start, row.count) for row in step] for step in divided_prompts(max_rows=3)]
+    assert steps[:2] == [[(0, 0, 16)], [(0, 16, 3), (1, 0, 8)]]
+    assert sorted(steps[2]) == [(1, 8, 8), (2, 8, 8)]
+
+
+def divided_prompts(max_rows):
+    """The steps of three prompts that share 9 tokens, of which two pages are full."""
+    asked = [request([*range(1, 10), *[end] * 10], 1) for end in (11, 12, 13)]
+    return started(SchedulerLimits(max_rows, 40, 32), asked, num_pages=40, num_states=4).run().trace
 
 
 def test_the_least_recently_used_state_makes_room():

@@ -27,8 +27,9 @@ class PlanBuilder:
         self._taken: dict[Sequence, int] = {}  # of `num_left`
 
     def take(self, sequence: Sequence) -> None:
-        """Adds the last token of a sequence that decodes, or as many tokens of a prompt as there is room for, at most
-        to a boundary where its state is saved, unless it has no room for what must be one chunk."""
+        """Adds the last token of a sequence that decodes, or as many tokens of a prompt as there is room for, up to the
+        next boundary where its state is saved. Adds nothing if the first chunk does not fit, see
+        `SchedulerLimits.first_chunk`."""
         count = sequence.length - sequence.num_computed
         if not sequence.is_decoding:
             boundary = min(sequence.boundaries, default=sequence.length)

@@ -18,14 +18,21 @@ class CachedPrefix(NamedTuple):
     Attributes:
         pages: pages of the device.
         host_pages: the pages in host memory after them.
-        missing: the keys of the first pages that are not on the device, and nowhere.
-        num_found: the number of pages that hold the first tokens, with or without a saved state at their end.
+        unsaved: the keys of the pages that hold the tokens after these, but cannot be used, since no state is saved at
+            their end.
+        missing: the key of the first page that is not on the device, and that of the first that is not on the host
+            either.
     """
 
     pages: list[int]
     host_pages: list[int]
+    unsaved: frozenset[PrefixKey] = frozenset()
     missing: frozenset[PrefixKey] = frozenset()
-    num_found: int = 0
+
+    @property
+    def num_found(self) -> int:
+        """The number of pages that hold the first tokens, with or without a saved state at their end."""
+        return len(self.pages) + len(self.host_pages) + len(self.unsaved)
 
 
 class Rows:
@@ -73,9 +80,9 @@ class Rows:
         """
         if sequence.epoch != self.pool.epoch:
             sequence.keys, sequence.epoch = [], self.pool.epoch
+        self._extend_keys(sequence)
         if sequence.request.options.prompt_logprobs or sequence.request.pooling == "mean":
             return CachedPrefix([], [])
-        self._extend_keys(sequence)
         keys = sequence.keys[: (len(sequence.tokens) - 1) // self.pool.page_size]
         cached = self.pool.match(keys)
         if sequence.saved is not None:
@@ -85,11 +92,10 @@ class Rows:
         kept = self.host.match(keys[len(cached) :])
         ends = {len(cached), len(cached) + len(kept)}
         missing = frozenset(keys[end] for end in ends if end < len(keys))
-        num_found = len(cached) + len(kept)
-        if self.states is not None:
-            count = self.states.match(keys[:num_found])
-            cached, kept = cached[:count], kept[: max(count - len(cached), 0)]
-        return CachedPrefix(cached, kept, missing, num_found)
+        found = keys[: len(cached) + len(kept)]
+        count = len(found) if self.states is None else self.states.match(found)
+        kept, cached = kept[: max(count - len(cached), 0)], cached[:count]
+        return CachedPrefix(cached, kept, frozenset(found[count:]), missing)
 
     def start(self, sequence: Sequence, prefix: CachedPrefix) -> bool:
         """Gives a sequence a slot and pages, if enough are free.
@@ -143,6 +149,10 @@ class Rows:
             sequence.boundaries.remove(sequence.num_computed)
             if (number := self.states.save(sequence.keys[num_full - 1])) is not None:
                 self.host.save(sequence, number)
+
+    def saving(self, sequence: Sequence) -> Iterator[PrefixKey]:
+        """The keys of the pages at whose end the state of a running sequence will be saved."""
+        return (sequence.keys[end // self.pool.page_size - 1] for end in sequence.boundaries)
 
     def release(self, sequence: Sequence) -> None:
         """Takes slot and pages from a running sequence."""

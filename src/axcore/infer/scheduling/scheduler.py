@@ -277,6 +277,7 @@ class Scheduler:
     def _admit(self, step: PlanBuilder, num_preempted: int) -> None:
         """Starts waiting sequences in their order, until one does not fit or the step has preempted another."""
         promised = {key for sequence in self._rows for key in sequence.keys[sequence.num_published :]}
+        saving = {key for sequence in self._rows for key in self._rows.saving(sequence)}
         num_passed = 0  # a sequence that is passed keeps its claim to a slot
         while step.num_left and num_passed < min(len(self._waiting), max(1, self._rows.num_free)):
             sequence = self._waiting[num_passed]
@@ -286,12 +287,13 @@ class Scheduler:
                 self.host.drop(sequence)
                 sequence.num_computed = 0
             cached = self._rows.lookup(sequence)
-            if cached.missing & promised:  # a running sequence computes this page, and a later step can share it
-                num_passed += 1
+            if cached.missing & promised or cached.unsaved & saving:
+                num_passed += 1  # a running sequence computes this page or state, and a later step can share it
             elif self._start(sequence, cached, step):
                 del self._waiting[num_passed]
                 step.take(sequence)
                 promised.update(sequence.keys[sequence.num_published :])
+                saving.update(self._rows.saving(sequence))
             else:
                 return
 
