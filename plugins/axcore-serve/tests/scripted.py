@@ -101,5 +101,12 @@ class Scripted(BaseEngine):
     def stats(self):
         alive = sum(not job.has_ended for job in self.jobs)
         return EngineStats(
-            running=alive, preempted=3, steps=5, tokens=7, prompt_tokens=11, cached_tokens=2, compiled=13
+            running=alive,
+            preempted=3,
+            steps=5,
+            tokens=7,
+            prompt_tokens=11,
+            cached_tokens=2,
+            saved_states=4,
+            compiled=13,
         )

@@ -258,6 +258,7 @@ def test_metrics_count(held):
         "axcore_inter_token_latency_seconds_count 3.0",
         "axcore_samples_running 0.0",
         "axcore_samples_waiting 0.0",
+        "axcore_saved_states 4.0",
         "axcore_preemptions_total 3.0",
         "axcore_steps_total 5.0",
         "axcore_generated_tokens_total 7.0",

@@ -1,5 +1,7 @@
 """The page to try prompts, in a real browser."""
 
+import dataclasses
+
 import pytest
 
 from axcore.infer import EngineStats
@@ -96,12 +98,14 @@ def test_the_pool_the_queue_and_the_rate_are_live(browser, held):
     shows(browser, "#waiting", "5")
     assert [browser.text(f"#{name}") for name in ("running", "tokens", "pages")] == ["2", "100", "10, 20, 50"]
     assert browser.run("return document.getElementById('pool').value") == pytest.approx(10 / 80)
-    held.engine.now = held.engine.now._replace(running=1, waiting=0, tokens=300, pages=PageUsage(40, 20, 20))
+    held.engine.now = dataclasses.replace(
+        held.engine.now, running=1, waiting=0, tokens=300, pages=PageUsage(40, 20, 20)
+    )
     wait_until(lambda: browser.text("#rate") not in ("–", "0.0"))
     assert 0 < float(browser.text("#rate")) <= 220
     assert [browser.text(f"#{name}") for name in ("running", "waiting", "pages")] == ["1", "0", "40, 20, 20"]
     assert browser.run("return document.getElementById('pool').value") == pytest.approx(40 / 80)
-    held.engine.now = held.engine.now._replace(pages=None)
+    held.engine.now = dataclasses.replace(held.engine.now, pages=None)
     shows(browser, "#pages", "no pages")
 
 

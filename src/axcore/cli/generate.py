@@ -40,7 +40,7 @@ def add(commands: Commands) -> None:
         help="sampling temperature; 0 selects the most likely token (default: 0)",
     )
     parser.add_argument("--seed", type=int, help="sampling seed; requires a temperature above 0 (default: 0)")
-    add_adapters(parser, "the adapter to generate with, written as for `axcore serve`")
+    add_adapters(parser, "generates with the adapter in FOLDER; NAME can be any name")
     add_guide(parser)
     parser.set_defaults(run=run)
 

@@ -136,7 +136,7 @@ def add_adapters(parser: argparse.ArgumentParser, text: str) -> None:
     """Adds `--adapter` and `--adapters`.
 
     Args:
-        text: what a NAME is for.
+        text: the help of `--adapter`.
     """
     parser.add_argument("--adapter", metavar="NAME=FOLDER", action="append", default=[], help=text)
     parser.add_argument(

@@ -125,7 +125,7 @@ class Frame:
             self._record(self.collections.summaries, name, Summary(array, kind, reduce))
 
     def give(self, name: str, value: PyTree) -> None:
-        """Shares a value with later layers. Numbers become arrays, as a transform makes them.
+        """Shares a value with later layers. Numbers become arrays, as they do inside transforms.
 
         Raises:
             ContextError: a leaf is neither an array nor a number.

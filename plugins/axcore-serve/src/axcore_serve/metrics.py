@@ -63,6 +63,10 @@ class _OfEngine(Collector):
             "axcore_requests_in_progress": ("HTTP requests in progress.", self._gate.num_requests),
             "axcore_samples_running": ("Samples that run.", stats.running),
             "axcore_samples_waiting": ("Samples that wait for a row.", stats.waiting),
+            "axcore_saved_states": (
+                "States of rows that are saved for prompts with the same prefix.",
+                stats.saved_states,
+            ),
         }
         counters = {
             "axcore_steps": ("Steps of the engine.", stats.steps),

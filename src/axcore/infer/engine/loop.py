@@ -21,8 +21,10 @@ from axcore.infer.sequences import Plan, SavedState
 from axcore.infer.speculation import Drafts
 from axcore.infer.stats import EngineStats
 
-PAUSE_SECONDS, GATHERING_SECONDS = 0.0005, 0.005
-"""A burst of requests to an idle engine ends after a pause, and starts to run after the second time at the latest."""
+PAUSE_SECONDS = 0.0005
+"""An idle engine with bursts starts its first step when no request arrives for this time."""
+GATHERING_SECONDS = 0.005
+"""It starts after this time at the latest."""
 
 _logger = logging.getLogger(__name__)
 
@@ -162,7 +164,7 @@ class EngineLoop:
             self._inbox.get()()
 
     def _gather(self) -> None:
-        """Reads the rest of a burst before its first step, which would compute a small part of it otherwise."""
+        """Waits for the rest of a burst, of which the first step would otherwise compute a small part."""
         end = time.monotonic() + GATHERING_SECONDS
         with contextlib.suppress(queue.Empty):
             while time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""Moves decoding state out of the device and back."""
+"""Moves decoding state out of the device and back, and between slots and saved states."""
 
 from __future__ import annotations
 
