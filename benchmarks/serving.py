@@ -8,10 +8,13 @@ engine, and the share of the bound that the copy bandwidth of the card, measured
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
+import statistics
 import time
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,6 +24,8 @@ from device_trace import summary
 
 import axcore as ax
 from axcore.infer import Engine, Request, SamplingOptions
+from axcore.infer.execution.programs import Programs
+from axcore.infer.execution.runner import Runner
 from axcore.infer.load_test import Load, measure
 from axcore.nn import Attention, CausalLM, FeedForward, KVCache, Linear, Repeat, TransformerLayer
 from axcore.parallel import Mesh
@@ -44,6 +49,7 @@ def main() -> None:
     parser.add_argument(
         "--idle", action="store_true", help="also measure how long no kernel runs while all rows decode"
     )
+    parser.add_argument("--host", action="store_true", help="also measure the host's time for the parts of a step")
     given = parser.parse_args()
     model = decoding_model(given)
     bound = given.tensor * copy_bandwidth() / weight_bytes(model)
@@ -99,8 +105,37 @@ def case(model: ax.Layer, cache: KVCache.Config, rows: int, given: Any) -> dict[
         requests = 5 if rows == 1 else given.requests
         figures = measure(engine, Load(requests, rows, given.input, given.output), seed=1)
         late = engine.stats.compiled - compiled
-        traced = idle(engine, rows, given) if given.idle else {}
-    return {"start_s": start, "compiled": compiled, "compiled_late": late, **figures._asdict(), **traced}
+        more = idle(engine, rows, given) if given.idle else {}
+        more |= host_times(engine, rows, given) if given.host else {}
+    return {"start_s": start, "compiled": compiled, "compiled_late": late, **figures._asdict(), **more}
+
+
+def host_times(engine: Engine, rows: int, given: Any) -> dict[str, float]:
+    """The median milliseconds of the parts of a step on the host: to start it, of which the calls of the model and of
+    the sampler, and to read its tokens, which waits for the device."""
+    parts = [(Runner, "start"), (Programs, "logits"), (Programs, "sampled"), (Runner, "read")]
+    with contextlib.ExitStack() as stack:
+        times = {name: stack.enter_context(timed(owner, name)) for owner, name in parts}
+        measure(engine, Load(rows, rows, given.input, given.output), seed=2)
+    return {f"host_{name}_ms": 1e3 * statistics.median(each) for name, each in times.items()}
+
+
+@contextlib.contextmanager
+def timed(owner: type, name: str) -> Iterator[list[float]]:
+    """The seconds of each call of a method."""
+    method, times = getattr(owner, name), []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        found = method(*args, **kwargs)
+        times.append(time.perf_counter() - began)
+        return found
+
+    setattr(owner, name, call)
+    try:
+        yield times
+    finally:
+        setattr(owner, name, method)
 
 
 def idle(engine: Engine, rows: int, given: Any) -> dict[str, float]:

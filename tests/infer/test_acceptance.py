@@ -157,7 +157,7 @@ def keeps_the_token_after_a_rejected_draft(target, last, drafts, rows):
 
 
 def with_tokens(found, tokens, num_tokens):
-    sampled = type(found.sampled)(tokens.reshape(-1), found.sampled.valid, None)
+    sampled = type(found.sampled)(tokens.reshape(-1), None)
     return type(found)(sampled, num_tokens)
 
 

@@ -365,7 +365,8 @@ def test_many_more_scenarios():
 
 
 def test_rows_start_from_saved_states():
-    """Those of a model with state in slots, whatever is preempted, offloaded, cancelled, evicted and flushed."""
+    """Those of a model with state in slots, whatever is preempted, offloaded, cancelled, evicted and flushed. Some
+    requests use no cached prefix."""
     total = collections.Counter()
     for seed in (*range(120), 328):  # in the last, a row that was offloaded finds more of its prompt in pages
         rng = random.Random(seed)
@@ -377,12 +378,18 @@ def test_rows_start_from_saved_states():
             scenario = random_host(rng, scenario)
             host = HostLimits(num_pages=40, num_slots=rng.randint(1, 5), offloads_preempted=True)
         changes = {"num_states": rng.randint(1, 6), "shares_prefixes": True, "host": host}
+        changes["arrivals"] = tuple(map(with_prompt_logprobs, scenario.arrivals[:2])) + scenario.arrivals[2:]
         simulation = Simulation(dataclasses.replace(scenario, **changes)).run()
         assert simulation.states.num_saved <= changes["num_states"]
         transfers = collections.Counter(each.kind for plan in simulation.plans for each in plan.transfers)
         total.update({kind: transfers[kind] for kind in ("save", "load", "restore")})
         total["preempted"] += simulation.scheduler.num_preempted
     assert min(total.values()) > 40, total
+
+
+def with_prompt_logprobs(arrival):
+    options = dataclasses.replace(arrival.request.options, prompt_logprobs=True)
+    return dataclasses.replace(arrival, request=dataclasses.replace(arrival.request, options=options))
 
 
 def test_a_state_is_saved_where_prefixes_divide():

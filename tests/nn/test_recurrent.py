@@ -78,6 +78,16 @@ class TestWindowed(TestRecurrent):
         return super().reference(params, x, reach)
 
 
+@pytest.mark.parametrize("max_rollback", [0, 3])
+def test_a_row_without_tokens_is_finite(max_rollback):
+    """NaN there would reach other rows where a layer scales a whole tensor, as dynamic FP8 does."""
+    call, state = TestWindowed()._decoding(max_rollback)
+    x, start = np.ones((ROWS, 7, 2), np.float32), np.full(ROWS, 5)
+    _, state = call(state, *_part(x, 0 * start, start, 5))
+    found, _ = call(state, *_part(x, start, [2, 0, 2], 2))
+    assert np.isfinite(found).all()
+
+
 @pytest.mark.parametrize("lag", [-1, REACH + 1])
 def test_lags_that_were_not_declared_raise(lag):
     x = jnp.ones((2, 5, 2))

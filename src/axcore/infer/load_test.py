@@ -7,7 +7,6 @@ import functools
 import random
 import threading
 import time
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -72,7 +71,8 @@ class _Test:
 
     def __init__(self, engine: Engine, load: Load, seed: int):
         self._engine, self._load = engine, load
-        self._requests = list(_requests(engine.vocab_size, load, random.Random(seed)))  # made before the clock starts
+        # Made before the clock starts. Two threads take them, each request once.
+        self._requests = iter(_requests(engine.vocab_size, load, random.Random(seed)))
         self._times: list[list[float]] = []
         self._num_ended = 0
         self._error: AxcoreError | None = None
@@ -80,7 +80,7 @@ class _Test:
 
     def run(self) -> Figures:
         started = time.perf_counter()
-        for _ in range(min(self._load.concurrency, self._load.num_requests)):
+        for _ in range(self._load.concurrency):
             self._send()
         self._done.wait()
         if self._error is not None:
@@ -100,9 +100,11 @@ class _Test:
         )
 
     def _send(self) -> None:
-        times = [time.perf_counter()]
-        self._times.append(times)
-        self._engine.submit(self._requests[len(self._times) - 1], functools.partial(self._receive, times))
+        """Submits the next request, if one is left."""
+        if (request := next(self._requests, None)) is not None:
+            times = [time.perf_counter()]
+            self._times.append(times)
+            self._engine.submit(request, functools.partial(self._receive, times))
 
     def _receive(self, times: list[float], piece: Piece | AxcoreError) -> None:
         if isinstance(piece, AxcoreError):
@@ -115,14 +117,14 @@ class _Test:
         self._num_ended += 1
         if self._num_ended == self._load.num_requests:
             self._done.set()
-        elif len(self._times) < self._load.num_requests:
+        else:
             self._send()
 
 
-def _requests(vocab_size: int, load: Load, rng: random.Random) -> Iterator[Request]:
+def _requests(vocab_size: int, load: Load, rng: random.Random) -> list[Request]:
     options = SamplingOptions(temperature=0.0, max_tokens=load.output_tokens, ignore_eos=True)
-    for _ in range(load.num_requests):
-        yield Request(tuple(rng.randrange(vocab_size) for _ in range(load.prompt_tokens)), options)
+    prompts = [tuple(rng.randrange(vocab_size) for _ in range(load.prompt_tokens)) for _ in range(load.num_requests)]
+    return [Request(ids, options) for ids in prompts]
 
 
 def _percentile(seconds: np.ndarray, share: int) -> float:

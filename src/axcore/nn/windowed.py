@@ -148,7 +148,7 @@ class Windowed(StatefulLayer):
         rows = self._continue(tokens, batch)
         past = rows.read(self.past).astype(x.dtype)
         if rows.num_replaced is not None:
-            held = jnp.maximum(jnp.arange(past.shape[1]) - rows.num_replaced[:, None], 0)
+            held = jnp.clip(jnp.arange(past.shape[1]) - rows.num_replaced[:, None], 0, past.shape[1] - 1)
             past = jnp.take_along_axis(past, held[..., None], axis=1)
         every, size = jnp.concatenate([past, x], axis=1), past.shape[1]
         last = every[:, 1:]

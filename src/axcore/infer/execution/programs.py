@@ -82,7 +82,7 @@ class Programs:
         self._last = jnp.zeros((decoder.batch_size,), jnp.int32)
         self._counts = Counts.zeros(decoder.batch_size, self._columns)
         self._logits: dict[int, jax.Array] = {}
-        self._home: jax.sharding.Sharding | None = None
+        self._device: jax.sharding.Sharding | None = None
         self._commit()
         self.compiler = Compiler()
         jit = self.compiler.jit
@@ -102,38 +102,39 @@ class Programs:
             everywhere = NamedSharding(self.decoder.layout.mesh, PartitionSpec())
             self._last, self._counts = jax.device_put((self._last, self._counts), everywhere)
             return
-        homes = {leaf.sharding for leaf in jax.tree.leaves(self._params)}
-        if len(homes) == 1 and isinstance(home := homes.pop(), SingleDeviceSharding):
-            self._home, held = home, (self._params, self.state, self._last, self._counts)
-            self._params, self.state, self._last, self._counts = jax.device_put(held, home)
+        shardings = {leaf.sharding for leaf in jax.tree.leaves(self._params)}
+        if len(shardings) == 1 and isinstance(device := shardings.pop(), SingleDeviceSharding):
+            self._device, held = device, (self._params, self.state, self._last, self._counts)
+            self._params, self.state, self._last, self._counts = jax.device_put(held, device)
 
     def logits(self, call: ModelCall) -> Float[Array, "rows vocab"]:
         """Runs the model.
 
         Returns:
-            The logits of the last new token of each row; NaN in padding rows. They are valid until the next call with
-            as many rows, which overwrites them.
+            The logits of the last new token of each row; NaN in padding rows. The next call with as many rows donates
+            them, so programs that read them must be called before it.
         """
         rows = call.num_logits
-        spent = self._spent(rows)
-        logits, self.state = self._model(self._params, self.state, spent, self._last, call.blocks, call.at)
+        buffer = self._logits_buffer(rows)
+        logits, self.state = self._model(self._params, self.state, buffer, self._last, call.blocks, call.at)
         self._logits[rows] = logits
         return logits
 
-    def _spent(self, rows: int) -> Float[Array, "rows vocab"]:
-        """The logits of the last call with this number of rows, in whose memory the next one writes its own.
+    def _logits_buffer(self, rows: int) -> Float[Array, "rows vocab"]:
+        """The logits of the last call with this number of rows. They are donated, so that the next ones have the same
+        address.
 
         XLA keeps activations where it writes the logits later, and a CUDA graph holds the addresses of its kernels. If
-        the logits moved, the host would change most kernels of the graph before each step, which takes longer than the
+        the logits moved, the host would update most kernels of the graph before each step, which takes longer than the
         step of a small model.
         """
         if rows not in self._logits:
-            zeros = jax.jit(lambda: self._spread(jnp.zeros((rows, self._columns), self._logits_dtype)))()
-            self._logits[rows] = zeros if self._home is None else jax.device_put(zeros, self._home)
+            zeros = jax.jit(lambda: self._sharded(jnp.zeros((rows, self._columns), self._logits_dtype)))()
+            self._logits[rows] = zeros if self._device is None else jax.device_put(zeros, self._device)
         return self._logits[rows]
 
-    def _spread(self, logits: Float[Array, "rows vocab"]) -> Float[Array, "rows vocab"]:
-        """Logits in the one sharding that all programs use, so that one program samples from all of them."""
+    def _sharded(self, logits: Float[Array, "rows vocab"]) -> Float[Array, "rows vocab"]:
+        """Logits in one sharding, which is that of the buffer, so that it can be donated."""
         if self.decoder.layout is None:
             return logits
         with self.decoder.layout.active():
@@ -172,10 +173,10 @@ class Programs:
         return found
 
     def logits_of_drafts(self, rows: Batch) -> Float[Array, "rows width vocab"]:
-        """Runs the model on the last token of each row and on its drafts. See `logits`.
+        """Runs the model on the last token of each row and on its drafts.
 
         Returns:
-            The logits of all tokens; NaN in padding.
+            The logits of all tokens; NaN in padding. Unlike those of `logits`, they are not donated to a later call.
         """
         logits, self.state = self._model_of_drafts(self._params, self.state, self._last, rows)
         return logits
@@ -229,12 +230,12 @@ class Programs:
         self,
         params: Tree,
         state: Tree,
-        spent: jax.Array,
+        buffer: jax.Array,
         last: jax.Array,
         blocks: Mapping[Phase, Batch],
         at: jax.Array | None,
     ) -> tuple[jax.Array, Tree]:
-        del spent  # only its memory is used
+        del buffer  # donated: the logits are written to its memory
         self.num_traced += 1
         steps = []
         for phase, rows in blocks.items():
@@ -243,7 +244,7 @@ class Programs:
             steps.append(dataclasses.replace(step, logits_at=jnp.maximum(step.lengths - 1, 0)[:, None]))
         logits, state = self.decoder(params, state, steps)
         found = jnp.concatenate([of_step[:, 0] for of_step in logits]) if len(logits) > 1 else logits[0][:, 0]
-        return self._spread(found if at is None else found[at]), state
+        return self._sharded(found if at is None else found[at]), state
 
     def _trace_model_of_drafts(self, params: Tree, state: Tree, last: jax.Array, rows: Batch) -> tuple[jax.Array, Tree]:
         self.num_traced += 1
@@ -286,7 +287,7 @@ class Programs:
             adapters=None if self._adapters is None else adapters,
             phase=phase,
         )
-        # Copies of the numbers, which all layers read, have the same addresses in each call; see `_spent`.
+        # Copies of the numbers, which all layers read, have the same addresses in each call; see `_logits_buffer`.
         return jax.lax.optimization_barrier(step)
 
     def _trace_sampler(

@@ -51,7 +51,7 @@ class StepInFlight:
         for rows, on_device in self.calls:
             found: Sampled | Verified = jax.device_get(on_device)
             if isinstance(found, Sampled):
-                found = Verified(found, found.valid.astype(np.int32))
+                found = Verified(found, (found.tokens >= 0).astype(np.int32))
             tokens, logprobs = found.sampled.tokens, found.sampled.logprobs
             width = len(tokens) // len(found.num_tokens)
             for row, chunk in rows.items():

@@ -56,8 +56,8 @@ def verify(
     # The drafts before each token, which penalties count: its sample matters only if all of them are accepted.
     before = jnp.where(at[:-1] < at[:, None], drafts[:, None, :], NO_DRAFT).reshape(num_rows * width, width - 1)
     sampled = sample(logits.reshape(num_rows * width, vocab), rows, counts, uncounted=before)
-    tokens, valid = (x.reshape(num_rows, width) for x in (sampled.tokens, sampled.valid))
+    tokens = sampled.tokens.reshape(num_rows, width)
     is_accepted = (tokens[:, :-1] == drafts) & (drafts >= 0)
     num_accepted = jnp.cumprod(is_accepted, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
-    after = jnp.take_along_axis(valid, num_accepted[:, None], axis=1)[:, 0]
-    return Verified(sampled, num_accepted + after)
+    after = jnp.take_along_axis(tokens, num_accepted[:, None], axis=1)[:, 0]
+    return Verified(sampled, num_accepted + (after >= 0))

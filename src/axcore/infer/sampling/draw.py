@@ -39,13 +39,12 @@ class Sampled:
     """The sampled token of each row.
 
     Attributes:
-        tokens: the tokens; -1 in invalid rows.
-        valid: False if every token of the row is excluded, or its largest logit is NaN or infinite.
-        logprobs: None if `SamplingRows.num_logprobs` is None. In invalid rows, log-probabilities are -inf.
+        tokens: the tokens; -1 in a row that has none, because every token is excluded, or its largest logit is NaN or
+            infinite.
+        logprobs: None if `SamplingRows.num_logprobs` is None. In rows without a token, log-probabilities are -inf.
     """
 
     tokens: Int32[Array, " rows"]
-    valid: Bool[Array, " rows"]
     logprobs: LogProbs | None
 
 
@@ -87,9 +86,9 @@ def sample(
     valid = jnp.isfinite(best)
     tokens = jnp.where(valid, tokens, -1).astype(jnp.int32)
     if rows.num_logprobs is None:
-        return Sampled(tokens, valid, None)
+        return Sampled(tokens, None)
     described = processed if rows.processed else raw
-    return Sampled(tokens, valid, log_probabilities(described, tokens, valid, rows.num_logprobs))
+    return Sampled(tokens, log_probabilities(described, tokens, valid, rows.num_logprobs))
 
 
 def _edited(

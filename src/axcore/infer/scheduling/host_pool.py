@@ -169,7 +169,7 @@ class HostPool:
         there already are shared, and the others are copied."""
         if self.pages is None:
             return None
-        keys = sequence.keys if sequence.epoch == self._pool.epoch else []
+        keys = sequence.keys
         num_pages, num_full = self._pool.pages_for(sequence.num_computed), sequence.num_computed // self._pool.page_size
         found = self.pages.match(keys[:num_full])
         self.pages.retain(found)

@@ -71,10 +71,10 @@ class Rows:
         results of all tokens. One with saved state needs no other pages of the host. If rows have state that is not in
         pages, the cached pages end where it was saved.
         """
-        if sequence.request.options.prompt_logprobs or sequence.request.pooling == "mean":
-            return CachedPrefix([], [])
         if sequence.epoch != self.pool.epoch:
             sequence.keys, sequence.epoch = [], self.pool.epoch
+        if sequence.request.options.prompt_logprobs or sequence.request.pooling == "mean":
+            return CachedPrefix([], [])
         self._extend_keys(sequence)
         keys = sequence.keys[: (len(sequence.tokens) - 1) // self.pool.page_size]
         cached = self.pool.match(keys)
@@ -132,10 +132,8 @@ class Rows:
         del sequence.pages[needed:]
 
     def publish(self, sequence: Sequence) -> None:
-        """Publishes pages whose tokens are known and computed by dispatched steps, and saves the state at a boundary,
-        unless the weights have changed."""
-        if sequence.epoch != self.pool.epoch:
-            return
+        """Publishes pages whose tokens are known and computed by dispatched steps, and saves the state at a
+        boundary."""
         self._extend_keys(sequence)
         num_full = min(sequence.num_computed // self.pool.page_size, len(sequence.keys))
         for at in range(sequence.num_published, num_full):
