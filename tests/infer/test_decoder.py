@@ -9,7 +9,17 @@ from flax import nnx
 import axcore as ax
 from axcore.infer import Decoder, Step
 from axcore.module import abstract, functional
-from axcore.nn import Attention, ContiguousCache, KVCache, Linear, ReferenceKernel, Repeat, for_decoding, without_caches
+from axcore.nn import (
+    Attention,
+    ContiguousCache,
+    KVCache,
+    Linear,
+    ReferenceKernel,
+    Repeat,
+    Sequence,
+    for_decoding,
+    without_caches,
+)
 from axcore.testing import tiny_batch, tiny_model
 from axcore.testing.models import by_path
 
@@ -35,6 +45,18 @@ def test_existing_caches_are_resized_for_the_decoder(tiny_decoder):
     plain, _, empty = tiny_decoder
     step = Step(IDS, START)
     np.testing.assert_array_equal(decoder(params, state, step)[0], plain(params, empty, step)[0])
+
+
+def test_the_state_of_a_model_is_copied():
+    """An engine donates its state, and another may use the same model."""
+    cfg = tiny_model()
+    moe = ax.use("moe", num_experts=2)(cfg.set(decoder=Sequence.Config(layers=(cfg.decoder.layers,))))
+    model = moe.build(rngs=ax.Rngs(0))
+    for _ in range(2):
+        for leaf in jax.tree.leaves(Decoder.of(model, cache=ContiguousCache.Config(), batch_size=2, max_len=8)[2]):
+            leaf.delete()
+    held = jax.tree.leaves(functional(model)[2])
+    assert held and not any(leaf.is_deleted() for leaf in held)
 
 
 def test_equal_layers_of_a_step_are_traced_once():

@@ -280,6 +280,22 @@ def test_a_draft_model_follows_rows_that_are_preempted_and_change_slots(model, e
     assert stats.preempted > 0 and stats.accepted_tokens > 0.95 * stats.draft_tokens
 
 
+@LONG
+def test_a_draft_model_drafts_again_after_the_same_token(model, expected, monkeypatch):
+    """As after a preemption whose last chunk of tokens that are computed again ends before the last token."""
+    asked, pieces, propose = *expected, DraftModel.propose
+
+    def twice(self, sequences, seeds):
+        first, again = propose(self, sequences, seeds), propose(self, sequences, seeds)
+        assert again == first
+        return again
+
+    monkeypatch.setattr(DraftModel, "propose", twice)
+    found, stats = answers(model, asked, DraftModel.Config(num_speculative_tokens=3), draft_model=noisy(model, 0.03))
+    assert_equal(found, pieces)
+    assert 0 < stats.accepted_tokens < stats.draft_tokens
+
+
 @pytest.mark.parametrize(
     ("tokens", "drafts"),
     [

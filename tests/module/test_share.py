@@ -177,7 +177,7 @@ class Names(ax.Layer):
         return x
 
 
-@pytest.mark.parametrize("value", ["a", max])
+@pytest.mark.parametrize("value", ["a", max, 2**40, {1: 2, "a": 3}], ids=["text", "function", "int", "dict"])
 @pytest.mark.parametrize("transform", [lambda fn: fn, traced_once, ax.remat], ids=["alone", "traced_once", "remat"])
 def test_only_arrays_and_numbers_are_shared_in_any_transform(value, transform):
     class Through(Both):

@@ -79,3 +79,28 @@ def test_equal_modules_are_lowered_once():
     fn, params, state = functional(layers)
     text = jax.jit(lambda *arrays: fn(*arrays, jnp.asarray(X))).lower(params, state).as_text()
     assert text.count("func.func private @body") == 1 and text.count("call @body") == 5
+
+
+class Training(ax.Layer):
+    def __call__(self, x):
+        return 2 * x if self.training else x
+
+
+class Kept(Loop):
+    """A loop whose calls have one wrapped function."""
+
+    class Config(Loop.Config):
+        pass
+
+    call = staticmethod(traced_once(lambda layer, x: layer(x)))
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = self.call(layer, x)
+        return x
+
+
+def test_other_calls_trace_again():
+    model = Kept.Config(layers=(Training.Config(),) * 3).build(rngs=ax.Rngs(0))
+    found = [float(ax.invoke(model, jnp.float32(1), training=each)[0]) for each in (True, False, True)]
+    assert found == [8, 1, 8]

@@ -128,14 +128,14 @@ class Frame:
         """Shares a value with later layers. Numbers become arrays, as they do inside transforms.
 
         Raises:
-            ContextError: a leaf is neither an array nor a number.
+            ContextError: a leaf is neither an array nor a number, or JAX does not support it, such as a large int.
         """
         try:
             self.shared[name] = jax.tree.map(jnp.asarray, value)
-        except TypeError as error:
+        except (TypeError, OverflowError, ValueError) as error:  # not an array, a large int, a dict that has no order
             raise ContextError(
-                f"{self.describe()}: the shared value {name!r} must contain only arrays and numbers, since it passes "
-                f"through transforms. {error} Set other values in the configs of the layers"
+                f"{self.describe()}: the shared value {name!r} must contain only arrays and numbers that JAX supports, "
+                f"since it passes through transforms ({error}). Set other values in the configs of the layers"
             ) from None
 
     def take(self, name: str) -> PyTree:

@@ -172,7 +172,7 @@ def remat[M: nnx.Module, *A, R](
 
 def traced_once[M: nnx.Module, *A, R](fn: Callable[[M, *A], R]) -> Callable[[M, *A], R]:
     """Traces a function once for all modules of equal structure, such as the layers of a model: `call =
-    traced_once(fn)`, then `x = call(layer, x)` for each layer.
+    traced_once(fn)`, then `x = call(layer, x)` for each layer. Another call of the calling layer traces again.
 
     The first module of a structure is traced and lowered by `jax.jit`, and the others reuse the result with their own
     parameters. XLA inlines the calls, so the compiled program is the same as with separate traces. Errors and profiles
@@ -202,6 +202,8 @@ def traced_once[M: nnx.Module, *A, R](fn: Callable[[M, *A], R]) -> Callable[[M, 
         lifted = Lifted.of(module, "traced_once")
         if lifted.caller.key is not None or lifted.caller.captured:
             return fn(module, *args)
+        if firsts and firsts[0][0].caller is not lifted.caller:  # another call, perhaps in training
+            firsts.clear()
         found = next((each for each in firsts if each[0].equals(lifted)), None)
         if found is None:
             found = lifted, jitted(lifted)

@@ -141,8 +141,9 @@ class Decoder:
         require_calibrated(model)
         cfg = model.config
         params = functional(model)[1]
-        # State other than caches, such as a router's bias. The caches are created below.
-        held = nnx.to_pure_dict(nnx.state(model, nnx.Not((nnx.Param, DecodingState))))
+        # State other than caches, such as a router's bias. The caches are created below. It is copied, since engines
+        # donate their state, and the model may be used otherwise.
+        held = jax.tree.map(jnp.copy, nnx.to_pure_dict(nnx.state(model, nnx.Not((nnx.Param, DecodingState)))))
         if unstack:
             params, held = unstack_arrays(cfg, params), unstack_arrays(cfg, held)
             cfg = unstacked(cfg)

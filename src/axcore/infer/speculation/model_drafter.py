@@ -121,6 +121,8 @@ class ModelDrafter(Drafter):
         row = self._rows.get(slot)
         if row is None or row.id != sequence.id:
             row = self._rows[slot] = _Row(sequence.id, _options(sequence.request.options))
+        if row.num_cached >= len(tokens):  # it lost its row after earlier drafts, and has no new token since
+            row.num_cached, row.drafts = len(tokens) - 1, ()
         for draft in row.drafts:
             if row.num_cached == len(tokens) - 1 or tokens[row.num_cached] != draft:
                 break
