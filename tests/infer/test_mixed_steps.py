@@ -1,7 +1,9 @@
 """Steps that compute rows that decode and several prompts in one call, for every kind of decoding state."""
 
 import dataclasses
+import itertools
 import queue
+import types
 
 import jax
 import numpy as np
@@ -147,9 +149,12 @@ def test_results_do_not_depend_on_the_rows_of_a_step(dtype, calls):
 
 @pytest.mark.long
 def test_a_burst_changes_the_steps_and_no_token(calls, monkeypatch):
-    """Four prompts of 20 tokens are more than two steps of 36. The engine waits for the last of them."""
-    monkeypatch.setattr(loop, "PAUSE_SECONDS", 0.5)
-    monkeypatch.setattr(loop, "GATHERING_SECONDS", 10)
+    """The prompts of four rows with 20 tokens each are more than two steps of 36. The engine waits for the last of
+    them: its clock is read once before it waits and once for each prompt after the first."""
+    clock = itertools.chain(range(len(OUTPUTS)), itertools.count(100, 100))
+    monkeypatch.setattr(loop, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(loop, "GATHERING_SECONDS", len(OUTPUTS) - 0.5)
+    monkeypatch.setattr(loop, "PAUSE_SECONDS", 600)
     model, random = ax.pipe(tiny_model(), ax.use("rope")).build(rngs=ax.Rngs(0)), np.random.default_rng(2)
     prompts = [tuple(random.integers(0, VOCAB_SIZE, 20).tolist()) for _ in OUTPUTS]
     found = []
