@@ -163,6 +163,7 @@ def test_a_burst_changes_the_steps_and_no_token(calls, monkeypatch):
         found.append(run(model, PAGED, prompts, step_tokens=16, burst_tokens=burst_tokens))
         is_burst = burst_tokens is not None
         assert (max(prefill for _, prefill in calls) > 1) == is_burst == (calls[0][1] > 1), calls
+    assert next(clock) >= 100, "the engine did not wait for all prompts"
     assert [piece.ids for piece in found[0]] == [piece.ids for piece in found[1]]
     with pytest.raises(ax.ConfigError, match=r"engine\.burst_tokens=36 requires a cache with pages"):
         run(model, ContiguousCache.Config(), prompts, step_tokens=16, burst_tokens=36)
