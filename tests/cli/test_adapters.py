@@ -54,7 +54,7 @@ def test_the_output_is_that_of_the_model_with_its_own_adapters(axcore, folders):
         ("--adapter sql", "--adapter sql: must have the form NAME=FOLDER, such as sql=runs/sql"),
         ("--adapter a=x --adapter a=y", "--adapter a=y: another --adapter has the name 'a'. Choose names that differ"),
         ("--adapter a=x --adapter b=y", "--adapter: an output has one adapter, not a, b. Give one of them"),
-        ("--adapters lora", "--adapters lora has no effect without --adapter"),
+        ("--adapters lora", "--adapters lora has no effect without --adapter. Add one, or omit it"),
         ("--adapter a=x --adapters lara", "no installed plugin offers the adapters 'lara'. Did you mean 'lora'?"),
         ("--adapter a=x --cache none", "--adapter requires a KV cache, but --cache is none. Choose a cache"),
     ],

@@ -1,7 +1,9 @@
 """Steps that compute rows that decode and several prompts in one call, for every kind of decoding state."""
 
 import dataclasses
+import itertools
 import queue
+import types
 
 import jax
 import numpy as np
@@ -147,9 +149,12 @@ def test_results_do_not_depend_on_the_rows_of_a_step(dtype, calls):
 
 @pytest.mark.long
 def test_a_burst_changes_the_steps_and_no_token(calls, monkeypatch):
-    """Four prompts of 20 tokens are more than two steps of 36. The engine waits for the last of them."""
-    monkeypatch.setattr(loop, "PAUSE_SECONDS", 0.5)
-    monkeypatch.setattr(loop, "GATHERING_SECONDS", 10)
+    """The prompts of four rows with 20 tokens each are more than two steps of 36. The engine waits for the last of
+    them: its clock is read once before it waits and once for each prompt after the first."""
+    clock = itertools.chain(range(len(OUTPUTS)), itertools.count(100, 100))
+    monkeypatch.setattr(loop, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(loop, "GATHERING_SECONDS", len(OUTPUTS) - 0.5)
+    monkeypatch.setattr(loop, "PAUSE_SECONDS", 600)
     model, random = ax.pipe(tiny_model(), ax.use("rope")).build(rngs=ax.Rngs(0)), np.random.default_rng(2)
     prompts = [tuple(random.integers(0, VOCAB_SIZE, 20).tolist()) for _ in OUTPUTS]
     found = []
@@ -158,6 +163,7 @@ def test_a_burst_changes_the_steps_and_no_token(calls, monkeypatch):
         found.append(run(model, PAGED, prompts, step_tokens=16, burst_tokens=burst_tokens))
         is_burst = burst_tokens is not None
         assert (max(prefill for _, prefill in calls) > 1) == is_burst == (calls[0][1] > 1), calls
+    assert next(clock) >= 100, "the engine did not wait for all prompts"
     assert [piece.ids for piece in found[0]] == [piece.ids for piece in found[1]]
     with pytest.raises(ax.ConfigError, match=r"engine\.burst_tokens=36 requires a cache with pages"):
         run(model, ContiguousCache.Config(), prompts, step_tokens=16, burst_tokens=36)

@@ -33,7 +33,10 @@ from .support import KEY, TEMPLATE, tiny_model
         (["--chat-template", "missing"], "--chat-template missing: "),
         (["--adapter", "sql"], "--adapter sql: must have the form NAME=FOLDER"),
         (["--adapter", "a=x", "--adapter", "a=y"], "--adapter a=y: another --adapter has the name 'a'"),
-        (["--adapter", "no-such-folder=x"], "the model has the name 'no-such-folder', too. Choose another"),
+        (
+            ["--adapter", "no-such-folder=x"],
+            "the model has the name 'no-such-folder', too. Choose another, or set --name",
+        ),
         (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1:8000"),
         (["--port", "70000"], "cannot listen on 127.0.0.1:70000"),
     ],

@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     if len(folders) > 1:
         raise AxcoreError(f"--adapter: an output has one adapter, not {', '.join(folders)}. Give one of them")
     if room is not None and not folders:
-        raise AxcoreError(f"--adapters {arguments.adapters} has no effect without --adapter")
+        raise AxcoreError(f"--adapters {arguments.adapters} has no effect without --adapter. Add one, or omit it")
     if room is not None and arguments.cache == "none":
         raise AxcoreError("--adapter requires a KV cache, but --cache is none. Choose a cache, or omit --adapter")
     layout = chosen_layout(arguments)

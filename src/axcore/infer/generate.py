@@ -102,7 +102,11 @@ class Generator:
             weakref.finalize(self, self._engine.close)
 
     def load_adapter(self, name: str, source: Any) -> None:  # Any: as in `Engine.load_adapter`
-        """See `Engine.load_adapter`."""
+        """Loads an adapter, see `Engine.load_adapter`.
+
+        Raises:
+            AxcoreError: the generator has no cache, or see there.
+        """
         if not self.is_cached:
             raise AxcoreError(f"adapter {name!r} requires a cache, such as ContiguousCache.Config(), not None")
         self._engine.load_adapter(name, source)

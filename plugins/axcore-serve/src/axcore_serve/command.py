@@ -84,7 +84,9 @@ def main(arguments: Sequence[str]) -> int:
     adapters, room = chosen_adapters(given)
     name = given.name or pathlib.PurePath(given.model).name
     if name in adapters:
-        raise AxcoreError(f"--adapter {name}={adapters[name]}: the model has the name {name!r}, too. Choose another")
+        raise AxcoreError(
+            f"--adapter {name}={adapters[name]}: the model has the name {name!r}, too. Choose another, or set --name"
+        )
     # Without exactly one, requests with a grammar are refused, so that installing another plugin stops no server.
     has_grammars = given.grammars is not None or len(registry().offers(GrammarCompilerOffer)) == 1
     grammars = chosen_grammars(given) if has_grammars else None

@@ -23,7 +23,7 @@ class SampledToken(NamedTuple):
 
 
 class SamplerCall(NamedTuple):
-    """A call of the sampler: the chunk of each row that is no padding, and the result, which is on the device."""
+    """A call of the sampler: the chunk of each row that is not padding, and the result, which is on the device."""
 
     rows: Mapping[int, Chunk]
     found: Sampled | Verified
