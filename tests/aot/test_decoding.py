@@ -120,3 +120,10 @@ def test_tune_measures_the_calls_of_an_engine():
     assert {each.problem for each in found.timings if each.kernel == "Wide" and each.seconds is None} == {
         "only decodes"
     }
+
+
+@pytest.mark.long
+def test_the_cache_of_the_engine_is_chosen():
+    slots = explain(tiny_model(), engine=engine("paged")).slots
+    candidates = next(slot.candidates for slot in slots if slot.kind == "kv cache")
+    assert [each.name for each in candidates if each.verdict == "chosen"] == ["paged-kv"]

@@ -9,7 +9,7 @@ import pytest
 
 import axcore as ax
 from axcore.config import AxcoreError
-from axcore.infer import Generator, generate
+from axcore.infer import Engine, Generator, Request, SamplingOptions, generate
 from axcore.nn import (
     Attention,
     CausalLM,
@@ -111,6 +111,14 @@ def test_a_cache_does_not_change_the_sample(generator):
         without = generator(context=16, temperature=1.5)(**given)
         cached = generator(context=16, temperature=1.5, cache=ContiguousCache.Config())(**given)
         assert without.tolist() == cached.tolist()
+
+
+def test_the_sample_of_a_key_is_that_of_an_engine_with_its_seed(generator, model):
+    given = {"prompt": [3, 1, 4], "num_tokens": 9, "key": jax.random.key(2)}
+    found = generator(context=16, temperature=1.5, cache=ContiguousCache.Config())(**given)
+    with Engine.Config(max_len=16, max_rows=1).build(model) as engine:
+        options = SamplingOptions(temperature=1.5, seed=2, max_tokens=9)
+        assert engine.stream(Request((3, 1, 4), options)).result().ids == tuple(found.tolist())
 
 
 def test_greedy_sampling_ignores_the_key(generator):

@@ -30,7 +30,7 @@ from axcore.nn.choosing import Choice, recording
 from axcore.nn.grouped_choice import FirstSupported
 from axcore.parallel import Layout, Mesh
 from axcore.plugin import Accelerator, Offer, Plugin, active, mesh_rules, recipe_of, registry, supplier
-from axcore.plugin.offers import OFFERS
+from axcore.plugin.offers import OFFERS, KVCacheOffer
 from axcore.plugin.slots import accepts, config_type
 from axcore.train import CrossEntropy
 from axcore.train.data.form import batch_form
@@ -163,7 +163,7 @@ def explain(cfg: Config, target: str | None = None, engine: Engine.Config | None
         rule = target + "".join(f", mesh rule {rule.name} of {plugin}" for plugin, rule in rules[:1])
     choices = choices_of(cfg, layout, engine)
     nodes = [_node(path, node) for path, node in walk(cfg) if node.target is not None]
-    slots = [slot for kind in OFFERS.values() if kind.slot for slot in _slots(cfg, kind, choices)]
+    slots = [slot for kind in OFFERS.values() if kind.slot for slot in _slots(cfg, kind, choices, engine)]
     listed = {path for slot in slots for path in slot.paths}
     empty = [path for path in _empty(cfg) if path not in listed]
     problems = dict.fromkeys(problem for each in choices.values() for choice in each if (problem := choice.problem()))
@@ -243,14 +243,18 @@ def _node(path: str, node: Config) -> Node:
     return Node(path, type_name(type(node)).rpartition(".")[2], _name(supplier(node)), "" if by == "python" else by)
 
 
-def _slots(cfg: Config, kind: type[Offer], choices: Mapping[str, list[Choice]]) -> Iterator[Slot]:
-    """The slots for one kind of offers, grouped by their verdicts."""
+def _slots(
+    cfg: Config, kind: type[Offer], choices: Mapping[str, list[Choice]], engine: Engine.Config | None
+) -> Iterator[Slot]:
+    """The slots for one kind of offers, grouped by their verdicts. An engine fills the cache slots that are empty."""
     groups: dict[tuple[str, tuple[Candidate, ...]], list[str]] = {}
     for path, node in walk(cfg):
         if not has_field(node, kind.slot) or not isinstance(value := getattr(node, kind.slot), Config | Mapping | None):
             continue
         if not _takes(node, kind):  # a field of the same name with another type
             continue
+        if value is None and engine is not None and kind is KVCacheOffer:
+            value = engine.cache
         where = join(path, kind.slot)
         for choice in choices.get(where, (None,)):
             candidates = tuple(_candidates(kind, value, choice))

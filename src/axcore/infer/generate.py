@@ -153,7 +153,7 @@ class Generator:
             raise AxcoreError(f"adapter {adapter!r} requires a cache, such as ContiguousCache.Config(), not None")
         if num_tokens == 0:
             return np.zeros((0,), np.int32)
-        seed = int.from_bytes(np.asarray(jax.random.key_data(key)).tobytes())
+        seed = int.from_bytes(np.asarray(jax.random.key_data(key)).astype(">u4").tobytes())  # n, if key is key(n)
         if self.is_cached:
             return self._with_cache(prompt, num_tokens, seed, grammar, adapter)
         start, stop = prompt.size, prompt.size + num_tokens

@@ -206,7 +206,10 @@ class FeatureSuite(OfferSuite):
         before, after = self._parameters()
         kept = {name: value for name, value in before.items() if name in after and value.shape == after[name].shape}
         moved = [name for name, value in kept.items() if not np.array_equal(value, after[name])]
-        consequence = "the same seed gives different initial values; draw from rngs.at(NAME)"
+        consequence = (
+            "the same seed gives different initial values. Draw from rngs.at(NAME), unless the feature moves layers to "
+            "other paths, as edit_layers does"
+        )
         check_declared("changes_initialization", self.changes_initialization, moved, consequence)
 
     def test_new_matrices_have_logical_axes(self) -> None:

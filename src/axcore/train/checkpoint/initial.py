@@ -121,16 +121,22 @@ def initial_arrays(
         for path, leaf in loaded.items()
         if path in forms and (leaf.shape, leaf.dtype) != (forms[path].shape, forms[path].dtype)
     ]
-    wrong += [
-        f"{path}: missing. To initialize it, add it to initial.allow_new."
-        for path in params
-        if path not in loaded and not any(matches(glob, path) for glob in initial.allow_new)
+    absent = [
+        path for path in params if path not in loaded and not any(matches(glob, path) for glob in initial.allow_new)
     ]
+    wrong += [f"{path}: missing" for path in absent]
     if wrong:
-        raise AxcoreError(f"initial ({kind}) does not fit the model:{listed(wrong)}")
+        hint = f"\nTo initialize what is missing, add to initial.allow_new: {_pattern(absent[0])}" if absent else ""
+        raise AxcoreError(f"initial ({kind}) does not fit the model:{listed(wrong)}{hint}")
     assert_finite(loaded, f"initial ({kind})")
     missing = {path: form for path, form in forms.items() if path not in loaded}
     return {**_fresh(model, missing, seed), **loaded}
+
+
+def _pattern(path: str) -> str:
+    """A pattern of a parameter and its siblings in all layers, such as `**.adapter.**`."""
+    *_, parent, _ = ["", *path.split(".")]
+    return f"**.{parent}.**" if parent else path
 
 
 def _fresh(model: Model, forms: Forms, seed: Seed) -> dict[str, jax.Array]:
