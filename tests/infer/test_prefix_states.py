@@ -95,6 +95,7 @@ def test_nothing_compiles_after_the_warm_up():
         ("mamba2", {}, r"engine.prefix_states=3 requires a cache with pages in some layer"),
         ("paged", {}, r"engine.prefix_states=3 has no use, since all decoding state of the model is in pages"),
         ("mamba2-paged", {"prefix_caching": False}, r"engine.prefix_states=3 has no use with .*prefix_caching=False"),
+        ("mamba2-paged", {"prefix_states": 15}, r"engine.prefix_states=15 exceeds the 14 pages of the cache"),
         ("mamba2-paged", {"prefix_caching": True, "prefix_states": 0}, r"otherwise set prefix_states, or leave"),
     ],
 )

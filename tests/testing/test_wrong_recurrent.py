@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -73,6 +74,14 @@ class IgnoresSlots(Average):
         return rows._replace(slots=None if rows.slots is None else jnp.arange(batch))
 
 
+class StopsGradient(Average):
+    """The gradients of a token do not reach those before it."""
+
+    def advance(self, before, documents, x):
+        y, after = super().advance(before, documents, x)
+        return jax.lax.stop_gradient(y - x) + x, after
+
+
 class TooShort(Last):
     def __call__(self, x, tokens):
         inputs = self.lagged(x, tokens)
@@ -93,8 +102,9 @@ class KeepsNoInputs(Last):
         return sum(DECAY**lag * jnp.pad(x, ((0, 0), (lag, 0), (0, 0)))[:, : x.shape[1]] for lag in lags)
 
 
-FORMULA, PACKED, STEPS, REPLACED, AGAIN, NAN, WIDTHS = (
+FORMULA, GRADIENTS, PACKED, STEPS, REPLACED, AGAIN, NAN, WIDTHS = (
     "test_outputs_equal_the_formula",
+    "test_gradients_equal_those_of_the_formula",
     "test_packed_documents_equal_separate_rows",
     "test_steps_of_any_width_equal_one_call",
     "test_the_last_tokens_can_be_replaced",
@@ -106,6 +116,7 @@ WRONG = {
     MixesRows: FORMULA,
     LooksAhead: FORMULA,
     TooShort: FORMULA,
+    StopsGradient: GRADIENTS,
     IgnoresDocuments: PACKED,
     LagsAcrossDocuments: PACKED,
     CountsPadding: STEPS,

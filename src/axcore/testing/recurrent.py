@@ -51,6 +51,32 @@ class RecurrentSuite:
         found = _run(self._trained()[0])(*self._trained()[1:], x, _tokens(np.arange(SEQ)[None]))[0]
         self._close(found, self._expected(x))
 
+    def test_gradients_equal_those_of_the_formula(self) -> None:
+        """Those of the inputs and of each parameter, along a random direction, by central differences in float64."""
+        random, x, (fn, params, state) = np.random.default_rng(1), self._x(), self._trained()
+        wide = {path: np.asarray(leaf, np.float64) for path, leaf in by_path(params).items()}
+        weights = random.normal(size=self._expected(x).shape)
+
+        @jax.jit
+        @functools.partial(jax.grad, argnums=(0, 1))
+        def gradients(params: Tree, x: jax.Array) -> jax.Array:
+            y = fn(params, state, x, _tokens(np.arange(SEQ)[None]))[0][0]
+            return (y * weights).sum()
+
+        of_params, of_x = gradients(params, jnp.asarray(x))
+        at = {"the inputs": np.asarray(x, np.float64), **wide}
+
+        def loss(values: dict[str, np.ndarray]) -> float:
+            held = {path: values[path] for path in wide}
+            return float((self.reference(held, values["the inputs"]) * weights).sum())
+
+        for path, gradient in {"the inputs": of_x, **by_path(of_params)}.items():
+            direction = random.normal(size=gradient.shape)
+            ahead, behind = (loss(at | {path: at[path] + step * direction}) for step in (1e-5, -1e-5))
+            terms = np.asarray(gradient, np.float64) * direction
+            error, bound = abs(terms.sum() - (ahead - behind) / 2e-5), 50 * self.tolerance * (1 + abs(terms).sum())
+            assert error <= bound, f"the gradient of {path} differs from that of the formula: {error:.2g} > {bound:.2g}"
+
     def test_packed_documents_equal_separate_rows(self) -> None:
         x = self._x()
         segments = np.array([[1] * 4 + [2] * 2 + [5] * 5, [1] * SEQ, [3] + [4] * (SEQ - 1)])

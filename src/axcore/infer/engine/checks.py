@@ -107,6 +107,23 @@ def _check_speculation(cfg: Engine.Config, speculation: Drafter.Config, decoder:
         )
 
 
+def check_num_states(cfg: Engine.Config, num_pages: int) -> None:
+    """Checks `cfg.prefix_states`.
+
+    Args:
+        cfg: the config.
+        num_pages: the number of pages, on the device and in host memory. A state is saved at the end of one.
+
+    Raises:
+        ConfigError: there are more states than pages.
+    """
+    if cfg.prefix_states > num_pages:
+        raise ConfigError(
+            f"engine.prefix_states={cfg.prefix_states} exceeds the {num_pages} pages of the cache, at whose ends "
+            f"states are saved. Set it to at most {num_pages}"
+        )
+
+
 def checked_host_limits(cfg: Engine.Config, layout: StateLayout, *, shares_prefixes: bool) -> HostLimits:
     """The number of pages and slots in host memory.
 

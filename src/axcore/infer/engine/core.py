@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from axcore.infer.decoding.decoder import Decoder
-from axcore.infer.engine.checks import check_config, checked_host_limits
+from axcore.infer.engine.checks import check_config, check_num_states, checked_host_limits
 from axcore.infer.execution.programs import Programs
 from axcore.infer.execution.row_state import StateLayout
 from axcore.infer.execution.runner import Runner
@@ -87,6 +87,8 @@ class EngineCore:
             pool = PagePool(decoder.paging.num_pages, decoder.paging.page_size, shares_prefixes=shares)
         state_layout = StateLayout(decoder, state)
         host = checked_host_limits(cfg, state_layout, shares_prefixes=pool is not None and pool.shares_prefixes)
+        if pool is not None:
+            check_num_states(cfg, pool.num_pages + host.num_pages)
         self.state_programs = StatePrograms(programs, state_layout)
         self.transfers = Transfers(self.state_programs, host, cfg.prefix_states)
         self._states = PrefixStates(cfg.prefix_states) if cfg.prefix_states else None
