@@ -89,8 +89,8 @@ class StatefulLayer(Layer):
     earliest: DecodingState | None
 
     def _count_tokens(self) -> None:
-        """Creates `num_tokens`, int32 [slots], after how many tokens each row is continued, and with `max_rollback`
-        also `earliest`, after how many it can be continued at least."""
+        """Creates `num_tokens`, int32 [slots], the number of tokens of each row, and with `max_rollback` also
+        `earliest`, the smallest number of tokens from which the row can be continued."""
         self.num_tokens = self.earliest = nnx.data(None)
         if self.config.batch_size is not None:
             none = jnp.zeros((self.config.batch_size,), jnp.int32)

@@ -65,7 +65,8 @@ def compile_programs(
             if asked.embeddings:
                 others.append(functools.partial(programs.embedded, rows))
     programs.compiler.compile([*models, *others], check)
-    # Programs may differ in the shardings of their logits.
+    # Programs may differ in the shardings of their logits. `Programs.logits` donates earlier ones of the same size, so
+    # the last are kept.
     logits = {(found.shape, found.sharding): found for found in (call() for call in models)}
     samplers: list[Callable[[], object]] = []
     for found, method, logprobs in itertools.product(logits.values(), asked.methods, (None, 0)):
