@@ -106,3 +106,40 @@ def test_errors():
     x, tokens = _part(x, np.zeros(ROWS, int), [1] * ROWS, 1)
     with pytest.raises(ax.ConfigError, match="Average was given segment_ids while decoding"):
         call(state, x, dataclasses.replace(tokens, segment_ids=np.ones((ROWS, 1), int)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda y, after: y, r"Return \(outputs, carried arrays by name\)"),
+        (lambda y, after: (y[:, -1], after), r"returned outputs \(2, 3\) for inputs \(2, 4, 3\)"),
+        (lambda y, after: (y, {}), r"carried arrays \{\}, expected \{'last': \(2, 3\)\}"),
+        (lambda y, after: (y, {"last": y}), r"\{'last': \(2, 4, 3\)\}, expected \{'last': \(2, 3\)\}"),
+    ],
+)
+def test_what_advance_returns_is_checked(change, message):
+    class Wrong(Average):
+        class Config(Average.Config):
+            pass
+
+        def advance(self, before, documents, x):
+            return change(*super().advance(before, documents, x))
+
+    with pytest.raises(ax.ConfigError, match=message):
+        ax.invoke(
+            Wrong.Config(input_dim=3).build(rngs=ax.Rngs(0)), jnp.ones((2, 4, 3)), TokenInfo.of(jnp.zeros((2, 4)))
+        )
+
+
+def test_a_recurrence_without_carried_arrays_is_refused():
+    class Without(Average):
+        class Config(Average.Config):
+            pass
+
+        def __init__(self, cfg, *, rngs):
+            pass
+
+    with pytest.raises(ax.ConfigError, match=r"Without carries no array\. Call self\.carry"):
+        ax.invoke(
+            Without.Config(input_dim=3).build(rngs=ax.Rngs(0)), jnp.ones((2, 4, 3)), TokenInfo.of(jnp.zeros((2, 4)))
+        )

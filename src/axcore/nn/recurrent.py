@@ -12,6 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
+from axcore.config import ConfigError
 from axcore.module import DecodingState
 from axcore.nn.documents import Documents
 from axcore.nn.stateful import StatefulLayer, StateRows
@@ -101,15 +102,21 @@ class Recurrent(StatefulLayer):
 
         Raises:
             ContextError: a layer with decoding state was called without a `Decoder`.
-            ConfigError: the number of rows is wrong, or the rows are packed while decoding.
+            ConfigError: the number of rows is wrong, the rows are packed while decoding, the constructor declared no
+                array, or `advance` returned something else than documented.
         """
+        if not self.carried:
+            raise ConfigError(
+                f"{self.frame.path}: {type(self).__name__} carries no array. Call self.carry(name, shape) in its "
+                f"constructor for each array of its state"
+            )
         parts = list(zip(tokens.blocks, *map(tokens.split, inputs), strict=True))
         return tokens.join(self.frame.map(lambda part: self._block(*part), parts))
 
     def _block(self, tokens: TokenInfo, *inputs: jax.Array) -> jax.Array:
         batch, documents = inputs[0].shape[0], Documents.of(tokens, inputs[0].shape[0])
         if self.num_tokens is None:
-            return self.advance(
+            return self._advanced(
                 {name: jnp.zeros((batch, *shape), dtype) for name, shape, dtype in self.carried}, documents, *inputs
             )[0]
         rows, size = self._continue(tokens, batch), 1 + self.config.max_rollback
@@ -117,7 +124,7 @@ class Recurrent(StatefulLayer):
         documents = dataclasses.replace(documents, valid=jnp.broadcast_to(valid, inputs[0].shape[:2]))
         before = {name: self._read(name, rows) for name, *_ in self.carried}
         if size == 1:
-            y, after = self.advance(before, documents, *inputs)
+            y, after = self._advanced(before, documents, *inputs)
             for name, value in after.items():
                 tokens.rows.put(getattr(self, name), value[:, None])
         else:
@@ -126,6 +133,24 @@ class Recurrent(StatefulLayer):
             for name, value in kept.items():
                 rows.write_places(getattr(self, name), place, value)
         return jnp.where(rows.is_valid.reshape(-1, *(1,) * (y.ndim - 1)), y, jnp.nan)
+
+    def _advanced(self, before: Carry, documents: Documents, *inputs: jax.Array) -> tuple[jax.Array, Carry]:
+        """`advance`, with a check of what it returns."""
+        given, where = self.advance(before, documents, *inputs), f"{self.frame.path}: {type(self).__name__}.advance"
+        if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping)):
+            raise ConfigError(f"{where} returned {type(given).__name__}. Return (outputs, carried arrays by name)")
+        y, after = given
+        if y.shape[:2] != inputs[0].shape[:2]:
+            raise ConfigError(
+                f"{where} returned outputs {y.shape} for inputs {inputs[0].shape}. Return one for each token"
+            )
+        found, expected = ({name: value.shape for name, value in each.items()} for each in (after, before))
+        if found != expected:
+            raise ConfigError(
+                f"{where} returned the carried arrays {found}, expected {expected}. Return each array that the "
+                f"constructor declares, after the last token"
+            )
+        return y, after
 
     def _read(self, name: str, rows: StateRows) -> jax.Array:
         """A carried array before the tokens of each row."""
@@ -169,7 +194,7 @@ class Recurrent(StatefulLayer):
 
         def advanced(part: tuple[Documents, tuple[jax.Array, ...]]) -> tuple[jax.Array, Carry]:
             nonlocal carry
-            out, carry = self.advance(carry, part[0], *part[1])
+            out, carry = self._advanced(carry, part[0], *part[1])
             return out, carry
 
         outputs, kept = zip(*self.frame.map(advanced, parts), strict=True)
