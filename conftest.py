@@ -6,6 +6,7 @@ without a deadline. The slowest checks of the conformance suites are marked `slo
 
 import os
 import pathlib
+import sys
 
 # Before jax is imported; child processes inherit these.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -40,3 +41,15 @@ def pytest_collection_modifyitems(config, items):
         file = item.path.relative_to(config.rootpath).as_posix()
         if item.name in NIGHTLY and not file.startswith(COMPLETE_IN_CI):
             item.add_marker(pytest.mark.slow)
+
+
+MOST_MAPPINGS = 30_000
+"""Each compiled program has about ten memory mappings. Linux allows 65,530 in a process, and XLA crashes beyond."""
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Drops the compiled programs of finished files before a process has too many."""
+    maps = pathlib.Path("/proc/self/maps")
+    is_last = nextitem is None or nextitem.path != item.path
+    if "jax" in sys.modules and is_last and maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        sys.modules["jax"].clear_caches()

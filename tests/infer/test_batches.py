@@ -37,11 +37,11 @@ def test_rows_that_decode_follow_each_other_with_pages_and_have_their_slots_with
     assert number == 0 and call.prefill is None and call.at is None
     assert rows == {0: decode[0], 1: decode[1]}
     assert call.decode.ids[:, 0].tolist() == [109, 0, 0, 0]
-    assert call.decode.ints.tolist() == [[9, 1, 2, 0, -1], [4, 1, 0, 1, -1], *[[0, 0, ROWS, 0, -1]] * 2]
+    assert call.decode.scalars.tolist() == [[9, 1, 2, 0, -1], [4, 1, 0, 1, -1], *[[0, 0, ROWS, 0, -1]] * 2]
     assert call.decode.pages[0].tolist() == [16, 17, *[32] * 6]
     call, rows, _ = packer(paged=False).call(decode, [])
-    assert rows == {2: decode[0], 0: decode[1]} and call.decode.pages is None
-    assert call.decode.ints[:, 1].tolist() == [1, 0, 1, 0]
+    assert rows == {2: decode[0], 0: decode[1]} and not call.decode.pages.size
+    assert call.decode.scalars[:, 1].tolist() == [1, 0, 1, 0]
 
 
 def test_a_prompt_is_divided_into_parts_and_samples_after_the_last():
@@ -49,7 +49,7 @@ def test_a_prompt_is_divided_into_parts_and_samples_after_the_last():
     call, rows, number = packer(paged=True).call([], prompts[:1])
     assert number == 1 and call.decode is None
     width = call.prefill.ids.shape[1]
-    parts = call.prefill.ints[call.prefill.ints[:, 1] > 0]
+    parts = call.prefill.scalars[call.prefill.scalars[:, 1] > 0]
     assert parts[:, 0].tolist() == list(range(0, 20, width)) and parts[:, 1].sum() == 20
     assert rows == {len(parts) - 1: prompts[0]}
     assert call.prefill.ids[call.prefill.ids > 0].tolist() == list(range(100, 120))
@@ -62,7 +62,7 @@ def test_one_call_decodes_and_computes_prompts_and_returns_the_logits_of_both(pa
     decode, prompts = [chunk(2, 30, 1)], [chunk(1, 0, 6)]
     call, rows, number = packer(paged=paged, tables=2).call(decode, prompts)
     assert number == 1 and set(map(id, rows.values())) == {id(decode[0]), id(prompts[0])}
-    flat = np.concatenate([call.decode.ints, call.prefill.ints])
+    flat = np.concatenate([call.decode.scalars, call.prefill.scalars])
     for row, each in rows.items():
         assert flat[call.at[row], [0, 1, 2]].tolist() == [each.start, each.count, each.sequence.slot]
         assert paged or row == each.sequence.slot
@@ -80,4 +80,4 @@ def test_drafts_and_adapters():
     given = chunk(1, 9, 3, num_drafts=2, adapter=LoadedAdapter("a", 1, 2, "hash"))
     rows, batch = packer(paged=True).decoding([given], width=4)
     assert rows == {0: given} and batch.ids.tolist() == [[109, 110, 111, 0]]
-    assert batch.ints.tolist() == [[9, 3, 1, 0, 2]]
+    assert batch.scalars.tolist() == [[9, 3, 1, 0, 2]]
