@@ -80,7 +80,7 @@ def test_case_every_shipped_config_is_in_a_host(tmp_path, monkeypatch):
     assert not missing - {type_name(cls) for cls in found}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_case_every_config_field_has_an_effect(tmp_path, monkeypatch):
     shown, errors = {}, []
     for host in hosts(tmp_path, monkeypatch):
