@@ -103,7 +103,7 @@ class Recurrent(StatefulLayer):
         Raises:
             ContextError: a layer with decoding state was called without a `Decoder`.
             ConfigError: the number of rows is wrong, the rows are packed while decoding, the constructor declared no
-                array, or `advance` returned something else than documented.
+                array, or `advance` returned something other than documented.
         """
         if not self.carried:
             raise ConfigError(

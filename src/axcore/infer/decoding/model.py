@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -82,20 +85,29 @@ def empty_state(cfg: Config, name: str, batch_size: int, layout: Layout | None) 
         return {"lengths": jnp.zeros((batch_size,), jnp.int32), "model": state}
 
     key = jax.random.key(0)
-    try:
+    advice = "Reduce max_rows and max_len of the engine, or num_pages of paged caches"
+    with allocating(f"the KV caches and other decoding state of {batch_size} rows", advice):
         if layout is None:
             state = jax.jit(empty)(key)
             return built[0], state_axes(built[0]), state
         shapes = jax.eval_shape(empty, key)
         axes = state_axes(built[0])
         return built[0], axes, jax.jit(empty, out_shardings=state_shardings(layout, shapes, axes))(key)
+
+
+@contextlib.contextmanager
+def allocating(what: str, advice: str) -> Iterator[None]:
+    """Creates arrays of an engine, named in the plural for the error.
+
+    Raises:
+        AxcoreError: they do not fit in memory.
+    """
+    try:
+        yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise AxcoreError(
-            f"the KV caches and other decoding state of {batch_size} rows do not fit in memory. Reduce max_rows and "
-            f"max_len of the engine, or num_pages of paged caches ({str(error).splitlines()[0]})"
-        ) from error
+        raise AxcoreError(f"{what} do not fit in memory. {advice} ({str(error).splitlines()[0]})") from error
 
 
 def pruned(wanted: Tree, params: Tree) -> Tree:

@@ -81,13 +81,13 @@ class Programs:
         self.vocab_size = self._columns if vocab_size is None else vocab_size
         self._last = jnp.zeros((decoder.batch_size,), jnp.int32)
         self._counts = Counts.zeros(decoder.batch_size, self._columns)
-        self._logits: dict[int, jax.Array] = {}
+        self._logits: dict[tuple[int, ...], jax.Array] = {}
         self._device: jax.sharding.Sharding | None = None
         self._commit()
         self.compiler = Compiler()
         jit = self.compiler.jit
         self._model = jit(self._trace_model, donate_argnums=(1, 2), keep_unused=True)
-        self._model_of_drafts = jit(self._trace_model_of_drafts, donate_argnums=1)
+        self._model_of_drafts = jit(self._trace_model_of_drafts, donate_argnums=(1, 2), keep_unused=True)
         self._verifier = jit(self._trace_verifier, donate_argnums=(1, 2))
         self._scorer = jit(self._trace_scorer, donate_argnums=1)
         self._embedder = jit(self._trace_embedder, donate_argnums=1)
@@ -114,31 +114,30 @@ class Programs:
             The logits of the last new token of each row; NaN in padding rows. The next call with as many rows donates
             them, so programs that read them must be called before it.
         """
-        rows = call.num_logits
-        buffer = self._logits_buffer(rows)
+        buffer = self._logits_buffer(call.num_logits)
         logits, self.state = self._model(self._params, self.state, buffer, self._last, call.blocks, call.at)
-        self._logits[rows] = logits
+        self._logits[call.num_logits,] = logits
         return logits
 
-    def _logits_buffer(self, rows: int) -> Float[Array, "rows vocab"]:
-        """The logits of the last call with this number of rows. They are donated, so that the next ones have the same
-        address.
+    def _logits_buffer(self, *rows: int) -> Float[Array, "*rows vocab"]:
+        """The logits of the last call with this number of rows, and of tokens of a row with drafts. They are donated,
+        so that the next ones have the same address.
 
         XLA keeps activations where it writes the logits later, and a CUDA graph holds the addresses of its kernels. If
         the logits moved, the host would update most kernels of the graph before each step, which takes longer than the
         step of a small model.
         """
         if rows not in self._logits:
-            zeros = jax.jit(lambda: self._sharded(jnp.zeros((rows, self._columns), self._logits_dtype)))()
+            zeros = jax.jit(lambda: self._sharded(jnp.zeros((*rows, self._columns), self._logits_dtype)))()
             self._logits[rows] = zeros if self._device is None else jax.device_put(zeros, self._device)
         return self._logits[rows]
 
-    def _sharded(self, logits: Float[Array, "rows vocab"]) -> Float[Array, "rows vocab"]:
+    def _sharded(self, logits: Float[Array, "*rows vocab"]) -> Float[Array, "*rows vocab"]:
         """Logits in one sharding, which is that of the buffer, so that it can be donated."""
         if self.decoder.layout is None:
             return logits
         with self.decoder.layout.active():
-            return constrain(logits, "batch", "vocab")
+            return constrain(logits, "batch", *(None,) * (logits.ndim - 2), "vocab")
 
     def scored(self, rows: Batch, targets: Int[np.ndarray, "1 width"]) -> tuple[Float[Array, "1 vocab"], LogProbs]:
         """Runs the model on a chunk of a prompt.
@@ -176,9 +175,11 @@ class Programs:
         """Runs the model on the last token of each row and on its drafts.
 
         Returns:
-            The logits of all tokens; NaN in padding. Unlike those of `logits`, they are not donated to a later call.
+            The logits of all tokens; NaN in padding. They are donated, as those of `logits`.
         """
-        logits, self.state = self._model_of_drafts(self._params, self.state, self._last, rows)
+        buffer = self._logits_buffer(*rows.ids.shape)
+        logits, self.state = self._model_of_drafts(self._params, self.state, buffer, self._last, rows)
+        self._logits[rows.ids.shape] = logits
         return logits
 
     def verified(
@@ -246,10 +247,13 @@ class Programs:
         found = jnp.concatenate([of_step[:, 0] for of_step in logits]) if len(logits) > 1 else logits[0][:, 0]
         return self._sharded(found if at is None else found[at]), state
 
-    def _trace_model_of_drafts(self, params: Tree, state: Tree, last: jax.Array, rows: Batch) -> tuple[jax.Array, Tree]:
+    def _trace_model_of_drafts(
+        self, params: Tree, state: Tree, buffer: jax.Array, last: jax.Array, rows: Batch
+    ) -> tuple[jax.Array, Tree]:
+        del buffer  # as in `_trace_model`
         self.num_traced += 1
         logits, state = self.decoder(params, state, self._step(state, last, rows, "decode"))
-        return logits, state
+        return self._sharded(logits), state
 
     def _trace_scorer(
         self, params: Tree, state: Tree, last: jax.Array, rows: Batch, targets: jax.Array

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from axcore.config import AxcoreError
+from axcore.infer.decoding.model import allocating
 from axcore.infer.execution.buckets import bucket
 from axcore.infer.execution.programs import Programs
 from axcore.infer.execution.row_state import Blocks, StateLayout
@@ -76,7 +76,7 @@ class StatePrograms:
         Raises:
             AxcoreError: they do not fit in memory.
         """
-        try:
+        with allocating(f"engine.prefix_states={count}: states of {self.layout.slot_bytes} bytes each", "Reduce it"):
             return [
                 {
                     path: jnp.zeros((1, *block.shape), block.dtype, device=self.layout.shardings[path])
@@ -84,13 +84,6 @@ class StatePrograms:
                 }
                 for _ in range(count)
             ]
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            raise AxcoreError(
-                f"engine.prefix_states={count}: states of {self.layout.slot_bytes} bytes each do not fit in memory. "
-                f"Reduce it ({str(error).splitlines()[0]})"
-            ) from error
 
     def write_slot(self, slot: int, num_tokens: int, blocks: Blocks) -> None:
         """Writes the arrays of a slot, and the number of its tokens."""
