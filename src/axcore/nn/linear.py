@@ -50,10 +50,10 @@ class Linear(Weighted):
     def __call__(self, x: Float[Array, "*shape input_dim"]) -> Float[Array, "*shape output_dim"]:
         """The result, in the output dtype."""
         types = self.dtypes
-        x, product = x.astype(types.compute), Plain(self.config.matmul)
-        y = self.multiply(x, product)
+        x, matmul = x.astype(types.compute), self.config.matmul
+        y = self.multiply(x, Plain(matmul, self.config.axes or (None, None)))
         if self.adapter is not None:
-            y = self.adapter(x, y, self.base_matrix, product)
+            y = self.adapter(x, y, self.base_matrix, Plain(matmul))
         if self.bias is not None:
             y = y + self.bias[...].astype(y.dtype)
         return y.astype(types.output or types.compute)

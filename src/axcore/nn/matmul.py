@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from axcore.config import Config
 from axcore.numerics import Product
-from axcore.parallel import is_sharded
+from axcore.parallel import active_layout, is_sharded
+from axcore.parallel.axes import group_of
 
 
 def rows(x: Float[Array, "*shape features"]) -> Float[Array, "*rows features"]:
@@ -64,6 +67,11 @@ class Matmul(Config):
     reads_columns: ClassVar[bool] = False
     """Whether the matrix is read fastest in column-major order, in which `axcore.infer.Decoder` then stores it."""
 
+    def is_local(self, rows: int) -> bool:
+        """Whether products of this many rows run under `shard_map`, where each device has its shard of the matrix, as a
+        kernel requires. Otherwise, the compiler partitions them."""
+        return False
+
     def __call__(
         self,
         x: Float[Array, "*shape input_dim"],
@@ -84,6 +92,48 @@ class Matmul(Config):
         return (matmul(x, weight, jnp.float32) * scales).astype(accumulate or x.dtype)
 
 
+def on_shards(
+    matmul: Matmul,
+    x: Float[Array, "*shape input_dim"],
+    weight: Shaped[Array, "input_dim output_dim"],
+    accumulate: DTypeLike | None,
+    scales: Float[Array, " output_dim"] | None,
+    axes: tuple[str | None, str | None] | None,
+) -> Float[Array, "*shape output_dim"]:
+    """`matmul` under `shard_map`, over all mesh axes that no enclosing `shard_map` handles.
+
+    Each device multiplies its features of x by its shard of the matrix. If the outputs of the matrix are sharded, the
+    result is, too. If the inputs are sharded, an all-reduce adds the partial sums, which are in float32 or integers.
+
+    Args:
+        accumulate, scales: see `Matmul`.
+        axes: logical axes of the matrix. If they are None, or a dimension is not divisible by the number of its shards,
+            XLA computes and partitions the product.
+    """
+    layout = active_layout()
+    assert layout is not None
+    inputs, outputs = entries = (None, None) if axes is None else layout.variable_spec(axes, weight.shape)
+    if axes is None or any(size % layout.size_of(each) for size, each in zip(weight.shape, entries, strict=True)):
+        return Matmul()(x, weight, accumulate, scales)
+    summed, dtype = group_of(inputs), jnp.dtype(accumulate or x.dtype)
+    partial = jnp.float32 if summed and jnp.issubdtype(dtype, jnp.floating) else dtype
+
+    def local(x: jax.Array, weight: jax.Array, scales: jax.Array | None) -> jax.Array:
+        with layout.inside(layout.automatic).active():
+            return jax.lax.psum(matmul(x, weight, partial, scales), summed).astype(dtype)
+
+    leading = (None,) * (x.ndim - 1)
+    mapped = jax.shard_map(
+        local,
+        mesh=None if layout.manual else layout.mesh,  # inside another shard_map the mesh is that of the context
+        axis_names=set(layout.automatic),
+        in_specs=(PartitionSpec(*leading, inputs), PartitionSpec(inputs, outputs), PartitionSpec(outputs)),
+        out_specs=PartitionSpec(*leading, outputs),
+        check_vma=False,
+    )
+    return mapped(x, weight, None if scales is None else jnp.broadcast_to(scales, weight.shape[1:]))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plain(Product):
@@ -91,9 +141,11 @@ class Plain(Product):
 
     Attributes:
         matmul: the implementation. The gradients are products of XLA.
+        axes: logical axes of the matrix; None: not known.
     """
 
     matmul: Matmul = dataclasses.field(default=Matmul(), metadata={"static": True})
+    axes: tuple[str | None, str | None] | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __call__(
         self,
@@ -101,7 +153,7 @@ class Plain(Product):
         weight: Float[Array, "input_dim output_dim"],
         accumulate: DTypeLike | None = None,
     ) -> Float[Array, "*shape output_dim"]:
-        return self.matmul(x, weight, accumulate)
+        return self._product(x, weight, accumulate, None)
 
     def scaled(
         self,
@@ -110,7 +162,7 @@ class Plain(Product):
         scales: Float[Array, " output_dim"],
         dtype: DTypeLike,
     ) -> Float[Array, "*shape output_dim"]:
-        return self.matmul(x, weight, dtype, scales)
+        return self._product(x, weight, dtype, scales)
 
     def input_gradient(
         self,
@@ -134,6 +186,11 @@ class Plain(Product):
     def largest(self, values: Float[Array, "*shape output_dim"]) -> Float[Array, " output_dim"]:
         """-inf if there are no rows."""
         return values.max(range(values.ndim - 1), initial=-jnp.inf)
+
+    def _product(self, x: jax.Array, weight: jax.Array, dtype: DTypeLike | None, scales: jax.Array | None) -> jax.Array:
+        if not is_sharded() or not self.matmul.is_local(math.prod(x.shape[:-1])):
+            return self.matmul(x, weight, dtype, scales)
+        return on_shards(self.matmul, x, weight, dtype, scales, self.axes)
 
 
 @jax.tree_util.register_dataclass
