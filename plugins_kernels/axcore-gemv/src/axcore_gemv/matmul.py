@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Shaped
 
 from axcore.config import ConfigError, PositiveInt
 from axcore.nn import Matmul
-from axcore.parallel import is_sharded, target_device
+from axcore.parallel import target_device
 from axcore_gemv.kernel import Tiling, product
 
 _MULTIPROCESSORS = {"A[18]00": 108, "H20": 78, "G?H[128]00": 132, "G?B200": 148}
@@ -22,8 +22,9 @@ _MULTIPROCESSORS = {"A[18]00": 108, "H20": 78, "G?H[128]00": 132, "G?B200": 148}
 class Gemv(Matmul):
     """The product of one row with a matrix in bfloat16, float16, float32, int8 or float8, which a kernel reads once.
 
-    Sums are in float32. Products of more rows, such as those of a prompt, and those of matrices whose columns do not
-    have a multiple of 4 bytes stay with XLA. For inference: the kernel has no gradient.
+    Sums are in float32. Products of more rows, such as those of a prompt, those of integers, and those of matrices
+    whose columns do not have a multiple of 4 bytes stay with XLA. On several devices, each multiplies by its shard of
+    the matrix. For inference: the kernel has no gradient.
     """
 
     reads_columns: ClassVar[bool] = True
@@ -32,6 +33,9 @@ class Gemv(Matmul):
     """Warps of a program, a power of two of at most 32. None for this and the next field: chosen from the shapes."""
     programs: PositiveInt | None = None
     """Programs for each multiprocessor of the GPU."""
+
+    def is_local(self, rows: int) -> bool:
+        return rows == 1
 
     def __call__(
         self,
@@ -43,11 +47,11 @@ class Gemv(Matmul):
         """See `Matmul`.
 
         Raises:
-            ConfigError: the device is not an NVIDIA GPU since A100, arrays are sharded over several devices, or a
-                field is not valid.
+            ConfigError: the device is not an NVIDIA GPU since A100, or a field is not valid.
         """
         depth, outputs = weight.shape
-        if math.prod(x.shape[:-1]) != 1 or depth * weight.dtype.itemsize % 4 or not weight.size:
+        is_row = math.prod(x.shape[:-1]) == 1 and jnp.issubdtype(x.dtype, jnp.floating)
+        if not is_row or depth * weight.dtype.itemsize % 4 or not weight.size:
             return super().__call__(x, weight, accumulate, scales)
         tiling = self.tiling(depth, outputs, weight.dtype.itemsize, _multiprocessors())
         dtype = jnp.dtype(accumulate or x.dtype)
@@ -92,9 +96,5 @@ def _multiprocessors() -> int:
         raise ConfigError(
             f"matmul=Gemv() requires an A100, H100, H200 or B200 GPU, got {kind or platform}. Leave out the feature "
             f"gemv"
-        )
-    if is_sharded():
-        raise ConfigError(
-            "matmul=Gemv() computes on one device, but arrays may be sharded over several. Leave out the feature gemv"
         )
     return found[0]
