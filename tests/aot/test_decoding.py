@@ -9,8 +9,17 @@ from axcore.aot.decoding import engine_choices
 from axcore.aot.explain import built
 from axcore.aot.tune import example, tune
 from axcore.infer import Engine
-from axcore.infer.speculation import NGram
-from axcore.nn import Attention, ContiguousCache, KernelRequest, ReferenceKernel, TunableKernel
+from axcore.infer.speculation import MTP, NGram
+from axcore.nn import (
+    Attention,
+    ContiguousCache,
+    FeedForward,
+    KernelRequest,
+    MultiTokenPrediction,
+    ReferenceKernel,
+    TransformerLayer,
+    TunableKernel,
+)
 from axcore.nn.attention.formula import dense_attention
 from axcore.testing import tiny_model
 from axcore_paged_kv.cache import PagedCache
@@ -51,6 +60,12 @@ class Wide(TunableKernel):
         return dense_attention(inputs)
 
 
+def predicting_model():
+    """A model with two modules for multi-token prediction, with other heads than its layers."""
+    layer = TransformerLayer.Config(attention=Attention.Config(num_heads=2), ffn=FeedForward.Config(hidden_dim=24))
+    return tiny_model().set(future=(MultiTokenPrediction.Config(layer=layer),) * 2)
+
+
 def engine(cache, **fields):
     return Engine.Config(cache=CACHES[cache], max_rows=2, max_len=30, step_tokens=20, **fields)
 
@@ -62,10 +77,12 @@ def engine(cache, **fields):
         *((cache, {}) for cache in CACHES),
         ("contiguous", {"speculation": NGram.Config(num_speculative_tokens=2)}),
         ("paged", {"burst_tokens": 60, "speculation": NGram.Config(num_speculative_tokens=50)}),
+        ("paged", {"speculation": MTP.Config()}),
+        ("contiguous", {"speculation": MTP.Config(num_speculative_tokens=3, cache=CACHES["contiguous int8"])}),
     ],
 )
 def test_the_requests_are_those_of_a_warm_engine(cache, fields):
-    cfg = ax.select(tiny_model(), Attention).set(kernel=Spy.Config())
+    cfg = ax.select(predicting_model(), Attention).set(kernel=Spy.Config())
     given = engine(cache, **fields)
     listed = [request for choice in engine_choices(cfg, given, None) for request in choice.requests]
     with given.build(cfg.build(rngs=ax.Rngs(0))) as running:
@@ -86,6 +103,7 @@ def test_the_requests_are_those_of_a_warm_engine(cache, fields):
     [
         ({"burst_tokens": 60}, r"engine\.burst_tokens=60 requires a cache with pages in every layer"),
         ({"cache": CACHES["paged"], "burst_tokens": 20}, r"engine\.burst_tokens=20 must exceed engine\.step_tokens=20"),
+        ({"speculation": MTP.Config()}, r"engine\.speculation: the model has no modules for multi-token prediction"),
     ],
 )
 def test_an_engine_that_cannot_be_built_is_refused(fields, message):
@@ -104,6 +122,24 @@ def test_explain_lists_the_calls_of_an_engine():
     assert ("prefill", "batch=1", "query_len=16") in facts[2:] and {phase for phase, *_ in facts[2:]} == {"prefill"}
     assert all("Paged" in slot.request and slot.layers == 2 for slot in found[1:])
     assert all("chosen" in {each.verdict for each in slot.candidates if each.name == "reference"} for slot in found)
+
+
+def test_explain_lists_the_calls_and_the_cache_of_the_module_that_drafts():
+    found = explain(predicting_model(), engine=engine("paged", speculation=MTP.Config())).slots
+    calls = {slot.request for slot in found if slot.paths == ("future.0.layer.attention.kernel",)}
+    assert len([call for call in calls if "decode" in call and "query_len=2" in call and "num_heads=2" in call]) == 1
+    assert not any("decode" in slot.request for slot in found if slot.paths == ("future.1.layer.attention.kernel",))
+    chosen = {
+        path: [each.name for each in slot.candidates if each.verdict == "chosen"]
+        for slot in found
+        if slot.kind == "kv cache"
+        for path in slot.paths
+    }
+    assert chosen == {
+        "decoder.layers.attention.cache": ["paged-kv"],
+        "future.0.layer.attention.cache": ["contiguous"],
+        "future.1.layer.attention.cache": [],
+    }
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 import axcore
 from axcore.aot.chips import device_kind
-from axcore.aot.decoding import engine_choices
+from axcore.aot.decoding import cache_in, engine_choices
 from axcore.config import Config, has_field, type_name, walk
 from axcore.config.node import fields
 from axcore.config.tree import get, join
@@ -254,7 +254,7 @@ def _slots(
         if not _takes(node, kind):  # a field of the same name with another type
             continue
         if value is None and engine is not None and kind is KVCacheOffer:
-            value = engine.cache
+            value = cache_in(path.removeprefix("model."), engine)
         where = join(path, kind.slot)
         for choice in choices.get(where, (None,)):
             candidates = tuple(_candidates(kind, value, choice))

@@ -216,7 +216,8 @@ def example(request: KernelRequest) -> AttentionInputs:
     )
     query = key
     if not request.aligned:
-        last = key.index[:, -request.query_len :]
+        # A part of a prompt may be padded to more tokens than a row has.
+        last = jnp.maximum(jnp.arange(request.key_len - request.query_len, request.key_len, dtype=jnp.int32), 0)[None]
         query = dataclasses.replace(tokens(request.query_len), index=last, positions=last)
     return AttentionInputs(
         q,

@@ -60,19 +60,7 @@ class ModelDrafter(Drafter):
             layout=target.decoder.layout,
             max_rollback=cfg.num_speculative_tokens,
         )
-        limit = min(self._decoder.recompute_above, default=self._decoder.max_len)
-        if limit < target.decoder.max_len:
-            raise ConfigError(
-                f"engine.speculation: the keys of the draft model change when a row passes {limit} tokens. Set max_len "
-                f"to at most {limit}, or use another drafter, such as ngram"
-            )
-        most = self._decoder.max_rollback
-        if most is not None and most < cfg.num_speculative_tokens:
-            raise ConfigError(
-                f"engine.speculation.num_speculative_tokens={cfg.num_speculative_tokens}: "
-                f"{self._decoder.least_rollback_in} of the draft model can drop at most {most} tokens of a row, such "
-                f"as rejected drafts. Use a draft model with KV caches in all layers"
-            )
+        check_decoder(cfg, self._decoder, target.decoder.max_len)
         self._rows: dict[int, _Row] = {}
         self._prefill = jax.jit(self._trace_prefill, donate_argnums=1)
         self._draft = jax.jit(self._trace_draft, donate_argnums=1)
@@ -182,6 +170,27 @@ class ModelDrafter(Drafter):
         ahead = jnp.arange(1, self.config.num_speculative_tokens)
         (state, _), more = jax.lax.scan(extended, (state, first), ahead)
         return jnp.concatenate([first[:, None], more.T], axis=1), state
+
+
+def check_decoder(cfg: ModelDrafter.Config, decoder: Decoder, max_len: int) -> None:
+    """Checks that a decoder can draft for rows of at most `max_len` tokens.
+
+    Raises:
+        ConfigError: its keys change before, or it cannot drop rejected drafts.
+    """
+    limit = min(decoder.recompute_above, default=decoder.max_len)
+    if limit < max_len:
+        raise ConfigError(
+            f"engine.speculation: the keys of the draft model change when a row passes {limit} tokens. Set max_len "
+            f"to at most {limit}, or use another drafter, such as ngram"
+        )
+    most = decoder.max_rollback
+    if most is not None and most < cfg.num_speculative_tokens:
+        raise ConfigError(
+            f"engine.speculation.num_speculative_tokens={cfg.num_speculative_tokens}: {decoder.least_rollback_in} of "
+            f"the draft model can drop at most {most} tokens of a row, such as rejected drafts. Use a draft model with "
+            f"KV caches in all layers"
+        )
 
 
 @dataclasses.dataclass

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from axcore.config import REQUIRED, ConfigError, PositiveInt
+from axcore.config import REQUIRED, Config, ConfigError, PositiveInt
 from axcore.infer.decoding.step import Step
 from axcore.infer.speculation.drafter import Target
 from axcore.infer.speculation.hidden_states import NAME
@@ -29,6 +29,11 @@ class MTP(ModelDrafter):
         num_speculative_tokens: PositiveInt = 1
 
         @property
+        def num_new(self) -> int:
+            """See `ModelDrafter`: the last token, and the drafts before it that were accepted."""
+            return 1 + self.num_speculative_tokens
+
+        @property
         def reads_hidden_states(self) -> bool:
             return True
 
@@ -38,7 +43,7 @@ class MTP(ModelDrafter):
 
     def __init__(self, cfg: Config, target: Target):
         model = _module(target, target.decoder.max_len + cfg.num_speculative_tokens)
-        super().__init__(cfg, target, model, 1 + cfg.num_speculative_tokens)
+        super().__init__(cfg, target, model, cfg.num_new)
         self._read = target.state
 
     def inputs(self) -> Tree:
@@ -95,21 +100,35 @@ class _FromHiddenStates(Layer):
         return hidden
 
 
-def _module(target: Target, max_len: int) -> Layer:
-    """The module with the embedding and the head of the model, as a model of its own."""
-    model = target.model
-    cfg = model.config
+def module_as_model(cfg: Config, batch_size: int, max_len: int) -> CausalLM.Config:
+    """The first module for multi-token prediction, at the path `decoder.module`, with the embedding and the head of the
+    model, as a model of its own.
+
+    Args:
+        cfg: the config of the model.
+        batch_size: the number of slots.
+        max_len: the maximum number of tokens in a row, including drafts.
+
+    Raises:
+        ConfigError: the model has no such modules.
+    """
     if not isinstance(cfg, CausalLM.Config) or not cfg.future:
         raise ConfigError(
             "engine.speculation: the model has no modules for multi-token prediction (model.future). Use a model that "
             "was trained with them, or another drafter, such as ngram"
         )
     first = cfg.future[0]
-    decoder = _FromHiddenStates.Config(batch_size=target.decoder.batch_size, max_len=max_len, module=first)
-    params = functional(model)[1]
+    decoder = _FromHiddenStates.Config(batch_size=batch_size, max_len=max_len, module=first)
+    return cfg.set(decoder=decoder, norm=first.norm, future=())
+
+
+def _module(target: Target, max_len: int) -> Layer:
+    """`module_as_model` with the arrays of the model."""
+    cfg = module_as_model(target.model.config, target.decoder.batch_size, max_len)
+    params = functional(target.model)[1]
     future = params["future"][0]
     own: Tree = {name: params[name] for name in ("embedding", "position", "head") if name in params}
     own |= {"decoder": {"module": future}, "norm": future["norm"]}
-    fn, _, state = abstract(cfg.set(decoder=decoder, norm=first.norm, future=()), "engine.speculation.model")
+    fn, _, state = abstract(cfg, "engine.speculation.model")
     made: Layer = fn.bind(own, state)
     return made
