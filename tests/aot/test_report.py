@@ -14,8 +14,9 @@ import pytest
 import axcore as ax
 from axcore.aot import Target, compile_program, report_page
 from axcore.aot.chips import CHIPS
-from axcore.aot.memory import Memory, is_out_of_memory
+from axcore.aot.memory import Memory
 from axcore.aot.targets import torus
+from axcore.config import OutOfMemory, allocating
 from axcore.nn import ReferenceKernel
 from axcore.testing.devices import on_devices
 from axcore.train.data.form import batch_form
@@ -92,12 +93,12 @@ def test_a_program_that_does_not_fit(one_device, monkeypatch):
     report = dataclasses.replace(one_device[1], limit=1000)
     assert not report.fits and report.headroom == 1000 - report.memory.total
     assert report.verdict.startswith("does not fit: ")
-    memory = Memory.of_out_of_memory(RuntimeError(OUT_OF_MEMORY), arguments=7)
+    memory = Memory.of_out_of_memory(OutOfMemory("it", "Help it", OUT_OF_MEMORY), arguments=7)
     assert (memory.total, memory.arguments, memory.out_of_memory) == (int(18.62 * 2**40), 7, True)
     report = dataclasses.replace(report, memory=memory, limit=2**60, estimate=None, memory_traffic=None)
     assert not report.fits and "total, according to the compiler" in str(report)
-    with pytest.raises(ax.AxcoreError, match="the compiler rejects the program: RESOURCE_EXHAUSTED: other"):
-        Memory.of_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: other"), arguments=7)
+    with pytest.raises(OutOfMemory, match=r"memory for it. Help it \(RESOURCE_EXHAUSTED: other\)"):
+        Memory.of_out_of_memory(OutOfMemory("it", "Help it", "RESOURCE_EXHAUSTED: other"), arguments=7)
 
 
 def test_the_command_exits_with_3_if_the_program_does_not_fit(axcore, one_device, monkeypatch, tmp_path):
@@ -165,9 +166,8 @@ def test_the_figure_of_an_out_of_memory_error_includes_the_arguments_and_outputs
         pytest.skip("libtpu is not installed")
     sharding = jax.sharding.SingleDeviceSharding(Target.of("tpu-v5e-1").devices()[0])
     x = jax.ShapeDtypeStruct((2**16, 2**16), "bfloat16", sharding=sharding)  # 8 GiB
-    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+    with pytest.raises(OutOfMemory) as caught, allocating("it", "Help it"):
         jax.jit(lambda x: 2 * x).lower(x).compile()
-    assert is_out_of_memory(caught.value)
     assert Memory.of_out_of_memory(caught.value, arguments=0).total == 16 * 2**30
 
 

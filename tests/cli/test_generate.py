@@ -160,6 +160,8 @@ def test_case_dtype_is_applied_and_checked(axcore, trained):
         (["RUN", "--cache", "contiguous:max_len=9"], "max_len=9 is set on axcore.nn.kv.contiguous.ContiguousCache"),
         (["RUN", "--tokens", "0"], "--tokens must be from 1 to 2**31 - 1, not 0"),
         (["RUN", "--tokens", "1000000000000"], "--tokens must be from 1 to 2**31 - 1"),
+        (["RUN", "--tokens", "2000000000"], "a cache of 2000000002 tokens: an array or a program requires"),
+        (["RUN", "--tokens", "2000000000"], "Reduce --tokens 2000000000 (RESOURCE_EXHAUSTED: Out of memory"),
         (["RUN", "--seed", "-1"], "--seed must be from 0"),
         (["RUN", "--temperature", "-1"], "temperature must be 0 or more, not -1.0"),
         (["RUN", "--temperature", "nan"], "temperature must be 0 or more, not nan"),

@@ -482,5 +482,5 @@ def test_caches_that_do_not_fit_in_memory_are_named(model, cache):
     cfg = Engine.Config(max_len=32, max_rows=10**12, **CACHES[cache])
     if cache == "paged":
         cfg = cfg.set(max_rows=1, cache=cfg.cache.set(num_pages=10**13))
-    with pytest.raises(AxcoreError, match=r"caches .* do not fit in memory. Reduce max_rows .*num_pages .*EXHAUSTED"):
+    with pytest.raises(AxcoreError, match=r"memory for the KV caches .*iB. Reduce max_rows .*num_pages .*EXHAUSTED"):
         cfg.build(model)

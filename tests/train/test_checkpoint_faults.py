@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axcore.config import AxcoreError
+from axcore.config import AxcoreError, OutOfMemory
 from axcore.train import Checkpointer
 from axcore.train.checkpoint import storage
 
@@ -176,6 +176,19 @@ def test_each_damaged_file_is_named_with_the_step_to_resume_from(checkpointer, f
         victim.write_bytes(content)
     assert checkpointer.restore(abstract(make_state(2))).step == 2
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: Out of memory")])
+def test_a_checkpoint_that_does_not_fit_in_memory_is_not_damaged(checkpointer, monkeypatch, error):
+    save(checkpointer, 1)
+    checkpointer.wait()
+
+    def restore(*_):
+        raise error
+
+    monkeypatch.setattr(storage.Storage, "restore", restore)
+    with pytest.raises(OutOfMemory, match=r"memory for the arrays of checkpoint .*/1.* Divide them between"):
+        checkpointer.restore(abstract(make_state(1)))
 
 
 def test_the_error_for_a_damaged_only_checkpoint_suggests_no_other(checkpointer, folder):

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from typing import Any
 
 import jax
 from jaxtyping import PyTree
 
-from axcore.config import AxcoreError
-
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM")
-"""The message of libtpu 0.0.52. Its figure has the arguments and outputs, too, although it names only temporaries."""
+from axcore.config import OutOfMemory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,22 +60,15 @@ class Memory:
         )
 
     @classmethod
-    def of_out_of_memory(cls, error: Exception, arguments: int) -> Memory:
+    def of_out_of_memory(cls, error: OutOfMemory, arguments: int) -> Memory:
         """The figures in a compiler's error message that the program needs more memory than the device has.
 
         Raises:
-            AxcoreError: the message does not have the expected form.
+            OutOfMemory: the message does not say how much the whole program needs.
         """
-        found = _OUT_OF_MEMORY.search(str(error))
-        if found is None:
-            raise AxcoreError(f"the compiler rejects the program: {error}") from error
-        used = int(float(found[1]) * _UNITS[found[2]])
-        return cls(arguments, 0, 0, 0, used, 0, used, out_of_memory=True)
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether the compiler rejected a program for lack of memory."""
-    return "RESOURCE_EXHAUSTED" in str(error)
+        if error.required is None or error.available is None:
+            raise error
+        return cls(arguments, 0, 0, 0, error.required, 0, error.required, out_of_memory=True)
 
 
 def bytes_per_device(tree: PyTree) -> int:

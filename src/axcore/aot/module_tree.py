@@ -11,6 +11,7 @@ from flax import nnx
 
 from axcore.config import Config, ConfigError, get, has_field
 from axcore.config.codec import render
+from axcore.config.memory import size
 from axcore.config.node import default, fields
 from axcore.module import Layer, abstract
 from axcore.plugin import registry
@@ -108,15 +109,6 @@ def tree(cfg: Config) -> ModuleNode:
     if not isinstance(cfg, Config):
         raise ConfigError(f"tree requires a config, not {cfg!r}; for a recipe, pass axcore.recipe(name)")
     return module_tree(get(cfg, "model"), "model") if has_field(cfg, "model") else module_tree(cfg)
-
-
-def size(count: float, digits: int = 1) -> str:
-    """Formats a number of bytes, as in `1.5 MiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.{digits}f} {unit}"
-        count /= 1024
-    return f"{count:.{digits}f} TiB"
 
 
 def _node(name: str, module: object) -> ModuleNode:

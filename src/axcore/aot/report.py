@@ -15,12 +15,12 @@ from jax.experimental import serialize_executable
 from axcore.aot.chips import GIB
 from axcore.aot.flops import Flops, count_flops
 from axcore.aot.lowering import Lowered, ProgramName, lower
-from axcore.aot.memory import Memory, bytes_per_device, count_per_device, is_out_of_memory
-from axcore.aot.module_tree import size
+from axcore.aot.memory import Memory, bytes_per_device, count_per_device
 from axcore.aot.roofline import Estimate
 from axcore.aot.targets import Target
 from axcore.aot.traffic import Traffic, count_traffic
-from axcore.config import AxcoreError
+from axcore.config import AxcoreError, OutOfMemory, allocating
+from axcore.config.memory import size
 from axcore.train import Trainer
 
 
@@ -203,10 +203,11 @@ def compile_program(
     traced = time.monotonic()
     compiled: jax.stages.Compiled | None = None
     try:
-        compiled = lowered.compile()
+        with allocating(f"the program on {found.accelerator.text}", "Use more devices, or reduce its batch"):
+            compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        if not is_out_of_memory(error):
-            raise AxcoreError(f"the compiler for {found.accelerator.text} rejects the program: {error}") from error
+        raise AxcoreError(f"the compiler for {found.accelerator.text} rejects the program: {error}") from error
+    except OutOfMemory as error:
         memory = Memory.of_out_of_memory(error, sum(map(bytes_per_device, lowered.state.values())))
     else:
         memory = Memory.of(compiled)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import html
 
-from axcore.aot.module_tree import ModuleNode, size
+from axcore.aot.module_tree import ModuleNode
+from axcore.config.memory import size
 
 _STYLE = """
 :root { color-scheme: light dark; --muted: #777; --line: #8884; --accent: #3567b8; }

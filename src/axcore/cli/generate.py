@@ -19,7 +19,7 @@ from axcore.cli.model import (
     chosen_layout,
     loaded_model,
 )
-from axcore.config import AxcoreError
+from axcore.config import AxcoreError, allocating
 
 
 def add(commands: Commands) -> None:
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     context = len(prompt) + arguments.tokens
     cache = None if arguments.cache == "none" else chosen_cache(arguments)
     ends = tokenizer.eos_ids
-    try:
+    with allocating(f"a cache of {context} tokens", f"Reduce --tokens {arguments.tokens}"):
         generator = Generator(
             model,
             context=context,
@@ -94,11 +94,5 @@ def run(arguments: argparse.Namespace) -> int:
             generator.load_adapter(name, folder)
         key, adapter = jax.random.key(seed), next(iter(folders), None)
         found = generator(prompt, num_tokens=arguments.tokens, key=key, grammar=grammar, adapter=adapter)
-    except (AxcoreError, jax.errors.JaxRuntimeError) as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise AxcoreError(
-            f"a cache of {context} tokens does not fit in memory. Reduce --tokens {arguments.tokens}"
-        ) from error
     sys.stdout.write((text + tokenizer.decode(found)).decode(errors="replace") + "\n")
     return 0

@@ -7,6 +7,7 @@ from axcore.config.codec import Codec, register, register_codec
 from axcore.config.errors import AxcoreError, ConfigError, MissingError, did_you_mean, under
 from axcore.config.frozen import FrozenDict
 from axcore.config.history import acting
+from axcore.config.memory import OutOfMemory, allocating
 from axcore.config.modifier import Modifier, pipe
 from axcore.config.node import REQUIRED, Config, Configurable, has_field, known_types, type_name
 from axcore.config.override import override
@@ -43,12 +44,14 @@ __all__ = [
     "Modifier",
     "NonNegativeFloat",
     "NonNegativeInt",
+    "OutOfMemory",
     "PositiveFloat",
     "PositiveInt",
     "Range",
     "Seed",
     "Where",
     "acting",
+    "allocating",
     "content_hash",
     "did_you_mean",
     "diff",

@@ -7,12 +7,12 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from axcore.aot.module_tree import size
 from axcore.aot.plan.depth import FEW, MORE, deep, memory_from_few_layers
 from axcore.aot.plan.model import BatchNotDivisible, Candidate, Figures, Model
 from axcore.aot.report import compile_program
 from axcore.aot.targets import Target
 from axcore.config import AxcoreError, ConfigError, has_field, walk
+from axcore.config.memory import size
 from axcore.nn import Attention, Stack
 from axcore.parallel import ByTag, Remat
 from axcore.plugin import recipe_of

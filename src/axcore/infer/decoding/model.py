@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import PRNGKeyArray
 
-from axcore.config import AxcoreError, Config, ConfigError, walk
+from axcore.config import Config, ConfigError, allocating, walk
 from axcore.module import DecodingState, Functional, Layer, Rngs, Tree, functional
 from axcore.nn import KVCache, Paging, Windowed
 from axcore.parallel import Layout
@@ -69,7 +66,7 @@ def empty_state(cfg: Config, name: str, batch_size: int, layout: Layout | None) 
 
     Raises:
         ConfigError: no layer has decoding state.
-        AxcoreError: the state does not fit in memory.
+        OutOfMemory: the state does not fit in memory.
     """
     built: list[Functional] = []
 
@@ -93,21 +90,6 @@ def empty_state(cfg: Config, name: str, batch_size: int, layout: Layout | None) 
         shapes = jax.eval_shape(empty, key)
         axes = state_axes(built[0])
         return built[0], axes, jax.jit(empty, out_shardings=state_shardings(layout, shapes, axes))(key)
-
-
-@contextlib.contextmanager
-def allocating(what: str, advice: str) -> Iterator[None]:
-    """Creates arrays of an engine, named in the plural for the error.
-
-    Raises:
-        AxcoreError: they do not fit in memory.
-    """
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise AxcoreError(f"{what} do not fit in memory. {advice} ({str(error).splitlines()[0]})") from error
 
 
 def pruned(wanted: Tree, params: Tree) -> Tree:

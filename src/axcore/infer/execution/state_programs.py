@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from axcore.infer.decoding.model import allocating
+from axcore.config import allocating
 from axcore.infer.execution.buckets import bucket
 from axcore.infer.execution.programs import Programs
 from axcore.infer.execution.row_state import Blocks, StateLayout
@@ -74,9 +74,10 @@ class StatePrograms:
         """The arrays of some slots, [1, ...] each, with zeros.
 
         Raises:
-            AxcoreError: they do not fit in memory.
+            OutOfMemory: they do not fit in memory.
         """
-        with allocating(f"engine.prefix_states={count}: states of {self.layout.slot_bytes} bytes each", "Reduce it"):
+        what = f"engine.prefix_states={count}, states of {self.layout.slot_bytes} bytes each"
+        with allocating(what, "Reduce engine.prefix_states"):
             return [
                 {
                     path: jnp.zeros((1, *block.shape), block.dtype, device=self.layout.shardings[path])

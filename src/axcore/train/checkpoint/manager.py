@@ -15,7 +15,7 @@ from etils import epath
 from jaxtyping import PyTree
 
 import axcore.config
-from axcore.config import AxcoreError, ConfigError, Configurable, PositiveInt
+from axcore.config import AxcoreError, ConfigError, Configurable, OutOfMemory, PositiveInt, allocating
 from axcore.runtime import processes
 from axcore.runtime.errors import PeerFailed, RuntimeTimeout
 from axcore.train.checkpoint import inventory
@@ -160,6 +160,7 @@ class Checkpointer(Configurable):
         Raises:
             AxcoreError: the checkpoint does not exist; its arrays differ from `abstract_state` in path, shape or dtype
                 (the message lists the paths); or it is damaged (the message names the next older step).
+            OutOfMemory: the arrays do not fit in memory.
         """
         self.wait()
         step = self._chosen(step)
@@ -169,11 +170,13 @@ class Checkpointer(Configurable):
             if found := mismatches(record["arrays"], wanted, subset=subset, cast=cast):
                 raise AxcoreError(f"checkpoint {self.folder / str(step)} does not fit this state:{listed(found)}")
             self._check_files(step, part=(jax.process_index(), jax.process_count()))
+        advice = "Divide them between more devices, or use devices with more memory"
         try:
-            arrays = self._storage.restore(step, wanted)
+            with allocating(f"the arrays of checkpoint {self.folder / str(step)}", advice):
+                arrays = self._storage.restore(step, wanted)
+        except OutOfMemory:
+            raise
         except Exception as error:
-            if _is_out_of_memory(error):
-                raise
             raise self._damaged(step, os_reason(error)) from error
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[path] for path in wanted])
         return Restored(step, state, record["data"], record["meta"])
@@ -276,8 +279,3 @@ class Checkpointer(Configurable):
 
 def _joined(steps: list[int]) -> str:
     return ", ".join(map(str, steps))
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether the host or a device ran out of memory, as opposed to disk space."""
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED: Out of memory" in str(error)
