@@ -12,7 +12,7 @@ from axcore.infer.scheduling.limits import SchedulerLimits
 from axcore.infer.scheduling.pages import PagePool
 from axcore.infer.scheduling.prefix_states import PrefixStates
 from axcore.infer.scheduling.rows import Rows
-from axcore.infer.scheduling.scheduler import Scheduler
+from axcore.infer.scheduling.scheduler import LONGEST_WAIT, Scheduler
 from axcore.infer.sequences import SavedState, Sequence
 
 END = 0
@@ -280,7 +280,7 @@ class Simulation:
         has_slots = (pool is None or not pool.shares_prefixes or self.states is not None) and not scenario.drafting
         page_size = None if pool is None else scenario.page_size
         self.device = FakeDevice(page_size, has_slots, scenario.limits.recompute_above)
-        self.num_flushed = self.num_restored = 0
+        self.num_flushed = self.num_restored = self.num_waited = 0
         self.trace, self.plans, self.sequences, self.in_flight = [], [], {}, collections.deque()
         self.tick, self.max_steps = 0, max_steps
         self.num_tokens_at_cancel = {}
@@ -387,11 +387,18 @@ class Simulation:
         planned = {chunk.sequence.id for chunk in chunks}
         verified = {chunk.sequence.id for each in self.in_flight for chunk in each.chunks if chunk.num_drafts}
         assert not planned & verified, "a sequence is planned although its length is unknown"
+        num_left_out = 0
         for sequence in self.running():
             is_decoding = sequence.num_computed + 1 == sequence.length and sequence.id not in verified
             is_current = sequence.num_computed >= limits.first_chunk(sequence.length)  # keys of a row of this length
-            if (is_decoding and is_current) or sequence.is_complete:
-                assert sequence.id in planned, "a sequence that decodes lost a step"
+            assert sequence.id in planned or not sequence.is_complete
+            num_left_out += is_decoding and is_current and sequence.id not in planned
+        self.num_waited = self.num_waited + 1 if num_left_out else 0
+        if num_left_out:
+            assert sum(taken) > limits.step_tokens and not plan.decode, "a sequence that decodes lost a step"
+            assert self.num_waited <= LONGEST_WAIT, "sequences that decode wait for too long"
+        if sum(taken) >= limits.step_tokens + multiple:
+            assert not plan.decode, "a step of a burst has sequences that decode"
         for chunk in chunks:
             sequence = chunk.sequence
             if self.pool is not None and sequence.id not in verified:

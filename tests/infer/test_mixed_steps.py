@@ -204,7 +204,7 @@ def test_shapes_hold_every_step():
     for max_rows, rows in {1: (1,), 3: (1, 3), 16: (1, 4, 16), 24: (1, 4, 16, 24), 64: (1, 4, 16, 32, 64)}.items():
         assert Buckets.of(max_rows, 512, 1024, 64, 1, has_parts=True).rows == rows
     burst = Buckets.of(8, 512, 1024, 64, 2, has_parts=True, burst_tokens=2000)
-    assert burst.mixed == (*paged.mixed, (16, 128)) and burst.widths[-1] == 1024
+    assert burst.prompts == (*paged.prompts, (16, 128)) and burst.mixed == paged.mixed and burst.widths[-1] == 1024
     assert paged.fit([1, 128, 255], mixed=True) == (3, (4, 128)) and paged.fit([64], mixed=True) == (1, (2, 128))
     random = np.random.default_rng(0)
     for step_tokens in (1, 5, 16, 20, 64, 100, 512, 1000):

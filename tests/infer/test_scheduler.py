@@ -108,6 +108,18 @@ def test_a_burst_has_larger_steps_until_the_rest_fits_into_one():
         assert [count for count in prompts if count] == steps, lengths
 
 
+def test_sequences_that_decode_wait_for_a_burst_but_not_for_long():
+    """The first sequence decodes when four prompts of 60 tokens arrive, of which a step of a burst computes 20. After
+    four steps, one of the usual size follows."""
+    limits = SchedulerLimits(5, 100, 8, 20)
+    later = [Arrival(2, request(60, 1, salt=str(number))) for number in range(4)]
+    scenario = Scenario(limits, (Arrival(0, request(5, 30, ignore_eos=True)), *later))
+    simulation = Simulation(scenario).run()
+    steps = [(sum(row.count for row in rows if row.id), any(row.id == 0 for row in rows)) for rows in simulation.trace]
+    waits = [(20, False)] * 4
+    assert steps[2:15] == [*waits, (8, True), *waits, (8, True), *waits][:13], steps[2:15]
+
+
 @pytest.mark.parametrize("is_ahead", [True, False])
 def test_the_last_token_is_known_ahead_and_wastes_no_row(is_ahead):
     simulation = started(

@@ -190,6 +190,18 @@ class LosesStepsOfDecodes(Scheduler):
         super()._admit(step, num_preempted)
 
 
+class WaitsForAllOfABurst(Scheduler):
+    def _num_prompt_tokens(self):
+        self._num_waited = 0
+        return super()._num_prompt_tokens()
+
+
+class WaitsWithoutPrompts(Scheduler):
+    def _decode(self, drafts, step):
+        if step.num_left == self.limits.step_tokens or step.prompts_only:
+            super()._decode(drafts, step)
+
+
 class PublishesPagesOfDrafts(Scheduler):
     def plan(self, drafts):
         plan = super().plan(drafts)

@@ -271,7 +271,8 @@ def add_step_sizes(parser: Parser, default: str = f"{STEP_TOKENS}, on CPUs {CPU_
         "--burst-tokens",
         type=int,
         help="maximum number of prompt tokens of a step during a burst of prompts, which begins when more than twice "
-        "as many wait; above --step-tokens; requires a cache with pages (default: --step-tokens always applies)",
+        "as many wait, and for which rows that decode wait; above --step-tokens; requires a cache with pages (default: "
+        "--step-tokens always applies)",
     )
 
 

@@ -57,8 +57,8 @@ class PagedAttention(TunableKernel):
         """Largest number of queries of a row: draft tokens that are verified, or parts of prompts. By default, it is
         the largest part of an engine."""
         block: ax.PositiveInt | None = None
-        """Keys that a program reads at once, a power of two from 16 on; None: 64 on tensor cores, otherwise 32, and
-        half of it for a head_dim above 128."""
+        """Keys that a program reads at once, a power of two from 16 on; None: 64 on tensor cores, 32 otherwise and for
+        64 queries of plain numbers, and half of it for a head_dim above 128."""
         splits: ax.PositiveInt | None = None
         """Parts into which the keys of a row are split; None: enough for a few thousand programs, of at least 64 keys
         each."""
@@ -68,7 +68,8 @@ class PagedAttention(TunableKernel):
         num_warps: ax.PositiveInt | None = None
         """Warps of a program, a power of two; None: 4."""
         num_stages: ax.PositiveInt | None = None
-        """Stages in which Triton overlaps loads and products on tensor cores; None: 2."""
+        """Stages in which Triton overlaps loads and products on tensor cores; None: 2, and 3 for 64
+        queries of plain numbers."""
         interpret: bool = False
         """Whether the Pallas interpreter runs the kernel on a CPU, which is slow. For tests."""
 
@@ -113,14 +114,14 @@ class PagedAttention(TunableKernel):
             for dot_rows in (1, 2) if _prefers_dots(request) else (2, 1):
                 rows = rows_of(request.query_len, request.num_heads // request.num_kv_heads, dot_rows)
                 default = _splits(request, rows)
-                size = _block(request, rows)
+                size, stages = _block(request, rows), 3 if _is_full(request, rows) else 2
                 for block, num_warps, num_stages in (
-                    (size, 4, 2),
-                    (size // 2, 4, 2),
-                    (size * 2, 4, 2),
-                    (size, 2, 2),
-                    (size, 8, 2),
-                    (size, 4, 3),
+                    (size, 4, stages),
+                    (size // 2, 4, stages),
+                    (size * 2, 4, stages),
+                    (size, 2, stages),
+                    (size, 8, stages),
+                    (size, 4, 5 - stages),
                 ):
                     splits = max(1, min(most, round(default * factor)))
                     found = (max(16, block), splits, dot_rows, num_warps, num_stages)
@@ -240,9 +241,17 @@ def _prefers_dots(request: KernelRequest) -> bool:
     return request.codes is None and request.dtype.itemsize == 2
 
 
+def _is_full(request: KernelRequest, rows: int) -> bool:
+    """Whether a program has as many queries of a cache of plain numbers as it can."""
+    return rows == ROWS and request.codes is None
+
+
 def _block(request: KernelRequest, rows: int) -> int:
     """The default number of keys that a program reads at once."""
-    size = 64 if rows > 1 else 16 if request.codes is not None else 32
+    if rows > 1:
+        size = 32 if _is_full(request, rows) else 64
+    else:
+        size = 16 if request.codes is not None else 32
     return size // 2 if max(request.head_dim, request.value_dim) > 128 else size
 
 

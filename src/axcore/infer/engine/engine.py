@@ -76,8 +76,9 @@ class Engine(config.Configurable, BaseEngine):
         burst_tokens: PositiveInt | None = None
         """The largest number of prompt tokens of a step during a burst of prompts; more than `step_tokens`. A burst
         begins when more than `2 * burst_tokens` prompt tokens could be computed, and ends when at most `step_tokens`
-        are left. The last prompt of a burst then waits less for its first token, and rows that decode wait longer for
-        their next. Requires a cache with pages in every layer. None: `step_tokens` always applies."""
+        are left. The last prompt of a burst then waits less for its first token. Rows that decode wait for the end of
+        the burst, but for at most four of its steps in a row. Requires a cache with pages in every layer. None:
+        `step_tokens` always applies."""
         page_tables: PositiveInt = 1
         """The number of sizes of page tables for which programs are compiled, each a quarter of the next. More sizes
         decode short rows faster with a kernel that reads the whole table, such as the reference kernel."""

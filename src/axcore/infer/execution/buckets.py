@@ -69,8 +69,8 @@ class Buckets:
         burst_tokens: int | None = None,
     ) -> Buckets:
         """Rows that decode are padded to powers of two (see `FEW_ROWS`), tokens of prompts to powers of four up to
-        `step_tokens`, and those of a burst to `burst_tokens`. Without pages, all rows decode in every call, so that
-        caches are read in place.
+        `step_tokens`, and those of a burst, in which no row decodes, to `burst_tokens`. Without pages, all rows decode
+        in every call, so that caches are read in place.
 
         Args:
             max_rows, step_tokens, max_len, burst_tokens: see `Engine.Config`.
@@ -82,9 +82,9 @@ class Buckets:
         if has_parts:
             part = min(LARGEST_PART, max(SMALLEST, step_tokens // 4), max_len)
             sizes = _powers(SMALLEST, -(-step_tokens // part) * part, 4)
-            sizes += () if burst_tokens is None else (-(-burst_tokens // part) * part,)
             prompts = tuple(Shape(-(-size // part), min(size, part)) for size in sizes)
             mixed = tuple(shape for shape in prompts if shape.rows * shape.width > SHORT) or prompts[-1:]
+            prompts += () if burst_tokens is None else (Shape(-(-burst_tokens // part), part),)
         else:
             prompts = tuple(Shape(1, width) for width in widths)
             mixed = tuple(shape for shape in prompts if shape.width > LONG) or prompts[-1:]

@@ -16,9 +16,10 @@ class SchedulerLimits:
         max_len: the maximum number of tokens of a sequence, prompt and output together.
         step_tokens: the maximum number of prompt tokens of a step. The last tokens of sequences that decode come in
             addition. More tokens make prompts faster and the time between tokens of other sequences longer.
-        burst_tokens: the maximum number of prompt tokens of a step during a burst of prompts. A burst begins when the
-            sequences that have a row, or could get a free one, have more than `2 * burst_tokens` prompt tokens to
-            compute, and ends when they have at most `step_tokens`. None: `step_tokens` always applies.
+        burst_tokens: the maximum number of prompt tokens of a step during a burst of prompts, which no sequence that
+            decodes is part of. A burst begins when the sequences that have a row, or could get a free one, have more
+            than `2 * burst_tokens` prompt tokens to compute, and ends when they have at most `step_tokens`. None:
+            `step_tokens` always applies.
         watermark: the share of the pages that admission leaves to the growth of running sequences.
         chunk_multiple: a chunk of a prompt takes up a multiple of this number of the tokens of a step.
         recompute_above: lengths above which the keys of a row differ from those of a shorter row. The first chunk of a

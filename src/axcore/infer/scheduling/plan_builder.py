@@ -13,14 +13,16 @@ class PlanBuilder:
         num_left: the number of prompt tokens that the step may have. A chunk of a prompt takes up a multiple of
             `SchedulerLimits.chunk_multiple` of them.
         limits: the limits of the scheduler.
+        prompts_only: whether sequences that decode are left out.
 
     Attributes:
         num_left: how many more prompt tokens the step may have.
+        prompts_only: see above.
         counts: the number of tokens of each sequence, with its drafts.
     """
 
-    def __init__(self, num_left: int, limits: SchedulerLimits):
-        self.num_left = num_left
+    def __init__(self, num_left: int, limits: SchedulerLimits, *, prompts_only: bool):
+        self.num_left, self.prompts_only = num_left, prompts_only
         self.counts: dict[Sequence, int] = {}
         self._limits = limits
         self._drafts: dict[Sequence, tuple[int, ...]] = {}
@@ -29,9 +31,11 @@ class PlanBuilder:
     def take(self, sequence: Sequence) -> None:
         """Adds the last token of a sequence that decodes, or as many tokens of a prompt as there is room for, up to the
         next boundary where its state is saved. Adds nothing if the first chunk does not fit, see
-        `SchedulerLimits.first_chunk`."""
+        `SchedulerLimits.first_chunk`, or if the sequence is left out."""
         count = sequence.length - sequence.num_computed
-        if not sequence.is_decoding:
+        if sequence.is_decoding:
+            count *= not self.prompts_only
+        else:
             boundary = min(sequence.boundaries, default=sequence.length)
             count, multiple = min(boundary - sequence.num_computed, self.num_left), self._limits.chunk_multiple
             if sequence.num_computed == 0 and count < self._limits.first_chunk(sequence.length):

@@ -17,6 +17,9 @@ from axcore.infer.scheduling.prefix_states import PrefixStates
 from axcore.infer.scheduling.rows import CachedPrefix, Rows
 from axcore.infer.sequences import Plan, Sequence
 
+LONGEST_WAIT = 4
+"""For how many steps of a burst in a row sequences that decode wait."""
+
 
 class Scheduler:
     """Plans the steps of a device, and records their results, up to one step late.
@@ -39,6 +42,9 @@ class Scheduler:
     if its whole prompt fits. If the pool has no page for a running sequence, the last one in this order loses its pages
     and waits. It is computed again, or its state is copied to the host and back if that has room. A waiting sequence
     takes the place of running ones only if its priority is higher.
+
+    Steps of a burst (see `SchedulerLimits.burst_tokens`) have prompts only, at most `LONGEST_WAIT` of them in a row if
+    a sequence decodes.
 
     Args:
         limits: the size of the decoding state and of a step.
@@ -67,7 +73,7 @@ class Scheduler:
         self._rows = Rows(limits.max_rows, pages, 0 if pool is None else limits.watermark, self.host, states)
         self._alive: dict[int, Sequence] = {}
         self._waiting: list[Sequence] = []  # sorted by rank
-        self._is_burst = False
+        self._is_burst, self._num_waited = False, 0
         self._num_arrived = self._num_planned = self._num_recorded = 0
 
     @property
@@ -179,21 +185,21 @@ class Scheduler:
         self._settle()
         num_preempted = self.num_preempted
         self._grow()
-        step = PlanBuilder(self._num_prompt_tokens(), self.limits)
         for sequence in self._rows:
             if self._is_stale(sequence) and not sequence.num_pending:
                 sequence.num_computed = 0
-        idle = [each for each in self._rows if not each.is_verified and not self._is_stale(each)]
-        running = sorted(idle, key=Sequence.rank)
-        decoding = [each for each in running if each.is_decoding]
-        for sequence in decoding:
-            step.take(sequence)
-        for sequence in decoding:
-            self._verify(sequence, drafts.get(sequence.id, ()), step)
-        for sequence in running:
+        num_tokens, usual = self._num_prompt_tokens(), self.limits.step_tokens
+        step = PlanBuilder(num_tokens, self.limits, prompts_only=num_tokens > usual)
+        self._decode(drafts, step)
+        for sequence in self._ready:
             if sequence not in step.counts:
                 step.take(sequence)
         self._admit(step, num_preempted)
+        if step.prompts_only and num_tokens - step.num_left <= usual:  # no other prompt can start now
+            step.prompts_only = False
+            self._decode(drafts, step)
+        has_waiting = step.prompts_only and any(each.is_decoding for each in self._ready)
+        self._num_waited = self._num_waited + 1 if has_waiting else 0
         transfers = self.host.take()
         if not step.counts and not transfers:
             return None
@@ -240,7 +246,7 @@ class Scheduler:
         ready = [each for each in self._rows if not each.is_decoding] + self._waiting[: self._rows.num_free]
         backlog = sum(each.length - each.num_computed for each in ready)
         self._is_burst = backlog > (limits.step_tokens if self._is_burst else 2 * limits.burst_tokens)
-        return limits.burst_tokens if self._is_burst else limits.step_tokens
+        return limits.burst_tokens if self._is_burst and self._num_waited < LONGEST_WAIT else limits.step_tokens
 
     def _is_stale(self, sequence: Sequence) -> bool:
         """Whether the computed keys of a sequence are those of a shorter row. It waits until its tokens are known, and
@@ -262,6 +268,20 @@ class Scheduler:
         for sequence in sorted(self._rows, key=Sequence.rank):
             while sequence.slot is not None and not self._rows.grow(sequence):
                 self._preempt(self._rows.last)
+
+    @property
+    def _ready(self) -> list[Sequence]:
+        """The running sequences whose next tokens are known or will be, by rank."""
+        ready = [each for each in self._rows if not each.is_verified and not self._is_stale(each)]
+        return sorted(ready, key=Sequence.rank)
+
+    def _decode(self, drafts: Mapping[int, tuple[int, ...]], step: PlanBuilder) -> None:
+        """Adds the sequences that decode to a step, then their drafts."""
+        decoding = [each for each in self._ready if each.is_decoding]
+        for sequence in decoding:
+            step.take(sequence)
+        for sequence in decoding:
+            self._verify(sequence, drafts.get(sequence.id, ()), step)
 
     def _verify(self, sequence: Sequence, drafts: tuple[int, ...], step: PlanBuilder) -> None:
         """Adds the drafts of a decoding sequence to a step, as far as pages and its maximum length allow. No
