@@ -11,6 +11,7 @@ from axcore.nn.initializers import Initializer, Normal
 from axcore.nn.matmul import Transposed
 from axcore.nn.weighted import Weighted
 from axcore.numerics import gather
+from axcore.parallel import is_sharded
 
 
 class Embedding(Weighted):
@@ -35,11 +36,17 @@ class Embedding(Weighted):
 
     def __call__(self, ids: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
         """The vectors of the ids, in the compute dtype. The gradient of the table is summed in float32."""
-        if self.numerics is None:
-            x = gather(self.float_weight, ids, self.dtypes.compute or jnp.float32)
+        if ids.size == 1 and is_sharded():
+            # XLA takes a single vector as a slice, for which each device would get a copy of the whole table.
+            x = self._vectors(jnp.broadcast_to(ids, (2, *ids.shape[1:])))[:1]
         else:
-            x = self.numerics.gather(ids, self.representation)
+            x = self._vectors(ids)
         return x if self.config.scale is None else x * jnp.asarray(self.config.scale, x.dtype)
+
+    def _vectors(self, ids: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
+        if self.numerics is None:
+            return gather(self.float_weight, ids, self.dtypes.compute or jnp.float32)
+        return self.numerics.gather(ids, self.representation)
 
     @method
     def attend(self, x: Float[Array, "*shape embed"]) -> Float[Array, "*shape vocab"]:
