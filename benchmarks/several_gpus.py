@@ -106,8 +106,9 @@ def commands(given: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
             peer = ["-m", "torch.distributed.run", f"--nproc-per-node={given.gpus}", given.peer, *options.split()]
             yield f"7b PyTorch {options}", [sys.executable, *peer]
     if "engine" in given.groups:
-        engine = [sys.executable, str(HERE / "serving.py"), "--cache", "paged-kv", "--tensor", str(min(4, given.gpus))]
-        kernels = ["--use", "cudnn", "--use", "paged-attention"]
+        engine = [sys.executable, str(HERE / "serving.py"), "--tensor", str(min(4, given.gpus))]
+        engine += ["--cache", "paged-kv:page_size=16"]
+        kernels = ["--use", "cudnn", "--use", "paged-attention", "--use", "gemv"]
         small = ["--dim", "64", "--heads", "4", "--hidden", "128", "--layers", "2", "--vocab", "512"]
         small += ["--input", "16", "--output", "8", "--requests", "4", "--rows", "1", "4"]
         yield "engine", engine + (small if given.tiny else kernels)
