@@ -83,10 +83,11 @@ def test_mixed_rows_get_the_tokens_of_full_recomputation(engine, recomputed, len
 @pytest.mark.long
 def test_cached_prefixes_change_nothing(engine, recomputed):
     (base,) = prompts((17,), seed=1)
-    asked = [Request((*base, end), GREEDY) for end in (6, 7, 6)]
-    found = [engine.generate([request])[0].ids for request in asked]
-    assert found == [recomputed(request.ids, GREEDY) for request in asked]
-    assert engine.stats.pages is None or engine.stats.cached_tokens >= 2 * 16
+    asked, before = [Request((*base, end), GREEDY) for end in (6, 7, 6)], engine.stats.cached_tokens
+    found = [engine.generate([request])[0] for request in asked]
+    assert [each.ids for each in found] == [recomputed(request.ids, GREEDY) for request in asked]
+    assert sum(each.num_cached for each in found) == engine.stats.cached_tokens - before
+    assert [each.num_cached for each in found] == ([0, 0, 0] if engine.stats.pages is None else [0, 16, 16])
 
 
 @pytest.mark.long

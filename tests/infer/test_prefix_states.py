@@ -17,14 +17,9 @@ ASKED = [Request((*SHARED, *own), OPTIONS) for own in prompts((5, 7, 9, 2), seed
 
 def answers(engine, requests=ASKED):
     """The samples of the requests, one after another, and the number of tokens that each found in the cache."""
-    found, cached, before = [], [], 0
-    for request in requests:
-        piece = engine.generate([request])[0]
-        found.append((piece.ids, [each.logprob for each in piece.logprobs]))
-        total = engine.stats.cached_tokens
-        cached.append(total - before)
-        before = total
-    return found, cached
+    pieces = [engine.generate([request])[0] for request in requests]
+    found = [(piece.ids, [each.logprob for each in piece.logprobs]) for piece in pieces]
+    return found, [piece.num_cached for piece in pieces]
 
 
 @pytest.mark.parametrize(
@@ -103,3 +98,21 @@ def test_settings_without_use_raise(name, fields, message):
     case = CASES[name]
     with pytest.raises(ConfigError, match=message):
         case.engine(case.model(), **{"prefix_states": STATES} | fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "warns"),
+    [
+        ("mamba2-paged", {}, True),
+        ("mamba2-paged", {"prefix_states": STATES}, False),
+        ("mamba2-paged", {"prefix_caching": False}, False),
+        ("mamba2", {}, False),
+        ("paged", {}, False),
+    ],
+)
+def test_an_engine_says_that_prompts_share_nothing(name, fields, warns, caplog):
+    case = CASES[name]
+    case.engine(case.model(), **fields).close()
+    messages = [each.getMessage() for each in caplog.records if each.name.startswith("axcore")]
+    assert bool(messages) == warns
+    assert not warns or ("layers" in messages[0] and "Set engine.prefix_states" in messages[0]), messages

@@ -50,7 +50,8 @@ class Job:
             if options.prompt_logprobs and self._at == 1:
                 scores = tuple(_logprob(id, asked or 0) for id in self.request.ids[1:])
             self.has_ended = finish is not None
-            self._deliver(Piece((token,), text, logprobs, finish, scores))
+            num_cached = len(self.request.ids) - 1 if self._at == 1 else 0
+            self._deliver(Piece((token,), text, logprobs, finish, scores, num_cached=num_cached))
 
     def fail(self, message):
         self.has_ended = True

@@ -50,7 +50,12 @@ def test_the_first_chunk_has_the_role_and_the_last_the_reason(running):
     *others, last = events(running, {**HELLO, "max_tokens": 2, "stream_options": {"include_usage": True}}, PATH)
     assert all(chunk["usage"] is None for chunk in others) and last["choices"] == []
     prompt = len("user: hi\nassistant: ")
-    assert last["usage"] == {"prompt_tokens": prompt, "completion_tokens": 2, "total_tokens": prompt + 2}
+    assert last["usage"] == {
+        "prompt_tokens": prompt,
+        "completion_tokens": 2,
+        "total_tokens": prompt + 2,
+        "prompt_tokens_details": {"cached_tokens": prompt - 1},
+    }
 
 
 def test_messages_become_a_prompt(running, client):

@@ -67,7 +67,20 @@ def test_an_end_token_is_not_in_the_text_and_counts(running):
     running.engine.ids = [*b"ab", 256, *b"c"]
     _, whole = posted(running, {"model": "tiny", "prompt": "x", "max_tokens": 9})
     assert whole["choices"][0] | {"logprobs": 0} == {"index": 0, "text": "ab", "logprobs": 0, "finish_reason": "stop"}
-    assert whole["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    assert whole["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 3,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
+
+
+def test_cached_tokens_of_a_prompt_count_once(running, client):
+    """With the client of OpenAI. Two prompts of 4 and 3 tokens, of which the engine has found all but the last."""
+    prompts = ["abc", "de"]
+    found = client.completions.create(model="tiny", prompt=prompts, n=3, max_tokens=2)
+    assert len(found.choices) == 6 and found.usage.prompt_tokens == 7
+    assert found.usage.prompt_tokens_details.cached_tokens == 5
 
 
 def test_chunks_have_the_form_of_openai(running):
@@ -133,7 +146,8 @@ def test_echo_without_tokens_scores_the_prompt(running):
     assert choice["logprobs"]["token_logprobs"] == [None, -0.25, -0.25]
     assert choice["logprobs"]["top_logprobs"] == [None, {"a": -0.25}, {"b": -0.25}]
     assert choice["logprobs"]["text_offset"] == [0, 0, 1]
-    assert whole["usage"] == {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}
+    assert whole["usage"]["prompt_tokens"] == whole["usage"]["total_tokens"] == 3
+    assert whole["usage"]["completion_tokens"] == 0
     status, error = posted(running, {**body, "echo": False})
     assert status == 400 and error["error"]["param"] == "max_tokens"
 

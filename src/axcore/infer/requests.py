@@ -187,6 +187,8 @@ class Piece:
         prompt_logprobs: in the first piece, one for each token of the prompt but the first; None if the request does
             not ask for them.
         embedding: float32 [embed], in the only piece of a request with `pooling`, which has no tokens; otherwise None.
+        num_cached: in the first piece, the number of tokens of the prompt that were found in the cache; otherwise 0.
+            Pieces that differ in it only are equal.
     """
 
     ids: tuple[int, ...]
@@ -195,6 +197,7 @@ class Piece:
     finish_reason: FinishReason | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     embedding: Float[np.ndarray, " embed"] | None = dataclasses.field(default=None, compare=False)
+    num_cached: int = dataclasses.field(default=0, compare=False)
 
 
 _REMEDIES = {

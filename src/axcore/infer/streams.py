@@ -69,6 +69,7 @@ def joined(pieces: Iterable[Piece]) -> Piece:
         finish_reason=pieces[-1].finish_reason,
         prompt_logprobs=pieces[0].prompt_logprobs,
         embedding=pieces[-1].embedding,
+        num_cached=pieces[0].num_cached,
     )
 
 

@@ -88,7 +88,8 @@ class SampledAnswer(Answer):
     def __init__(self, body: SamplingBody, wanted: Sequence[Wanted], samples: Sequence[Sample], num_prompt: int):
         super().__init__(wanted, is_stream=body.stream)
         self._samples, self._includes_usage = samples, body.includes_usage
-        self._num_prompt, self._num_output = num_prompt, 0
+        self._num_prompt, self._num_cached, self._num_output = num_prompt, 0, 0
+        self._samples_of_a_prompt = body.n
         self._facts = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
 
     def start(self) -> Iterator[Json]:
@@ -97,6 +98,8 @@ class SampledAnswer(Answer):
 
     def add(self, index: int, piece: Piece) -> Iterator[Json]:
         self._num_output += self._counted(piece)
+        if index % self._samples_of_a_prompt == 0:  # the other samples share its prompt, which counts once
+            self._num_cached += piece.num_cached
         yield from map(self._chunk, self._samples[index].add(piece))
 
     def finish(self) -> Iterator[Json]:
@@ -117,8 +120,12 @@ class SampledAnswer(Answer):
 
     @property
     def _usage(self) -> Json:
-        total = self._num_prompt + self._num_output
-        return {"prompt_tokens": self._num_prompt, "completion_tokens": self._num_output, "total_tokens": total}
+        return {
+            "prompt_tokens": self._num_prompt,
+            "completion_tokens": self._num_output,
+            "total_tokens": self._num_prompt + self._num_output,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached},
+        }
 
 
 def requests_of(

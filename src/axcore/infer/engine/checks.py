@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from axcore.config import ConfigError
@@ -13,9 +14,11 @@ from axcore.infer.speculation import Drafter
 if TYPE_CHECKING:
     from axcore.infer.engine import Engine
 
+_logger = logging.getLogger(__name__)
+
 
 def check_config(cfg: Engine.Config, decoder: Decoder, *, has_draft_model: bool) -> None:
-    """Checks the config of an engine against its model.
+    """Checks the config of an engine against its model. Warns if prompts share no prefixes although they could.
 
     Args:
         cfg: the config.
@@ -48,6 +51,14 @@ def check_config(cfg: Engine.Config, decoder: Decoder, *, has_draft_model: bool)
         )
     if cfg.speculation is not None:
         _check_speculation(cfg, cfg.speculation, decoder)
+    reads_all = cfg.speculation is not None and cfg.speculation.reads_hidden_states
+    can_save = decoder.paging is not None and decoder.unpaged and not decoder.recompute_above and not reads_all
+    if can_save and not cfg.prefix_states and cfg.prefix_caching is None:
+        _logger.warning(
+            "prompts share no prefixes, since the state of %s is not in pages. Set engine.prefix_states "
+            "(`axcore serve --prefix-states`) to the number of states to save, or engine.prefix_caching=False",
+            decoder.unpaged[0],
+        )
 
 
 def _check_prefix_states(cfg: Engine.Config, decoder: Decoder, limit: int) -> None:

@@ -256,15 +256,16 @@ class EngineLoop:
     def _deliver_embedding(self, sample: Sample) -> None:
         """Delivers the embedding of a prompt that is computed, and forgets its sample."""
         del self._samples[sample.sequence.id]
-        self.counters.cached_tokens += sample.sequence.num_cached or 0
-        self._send(sample, sample.embedding())
+        found = sample.embedding()
+        if isinstance(found, Piece):
+            self.counters.cached_tokens += found.num_cached
+        self._send(sample, found)
 
     def _deliver(self, sample: Sample, new: list[SampledToken]) -> None:
         """Delivers new tokens, and forgets a sample that ends."""
         sequence, piece = sample.sequence, sample.piece(new)
         self.counters.tokens += len(piece.ids)
-        if sequence.num_output == len(piece.ids):  # the first piece
-            self.counters.cached_tokens += sequence.num_cached or 0
+        self.counters.cached_tokens += piece.num_cached
         if piece.finish_reason is not None:
             self._scheduler.cancel(sequence.id, piece.finish_reason)  # if a stop string or the grammar ended it
             del self._samples[sequence.id]

@@ -72,6 +72,7 @@ class Sample:
             logprobs=tuple(each.logprob for each in new if each.logprob is not None) or None,
             finish_reason=sequence.finish_reason,
             prompt_logprobs=scores,
+            num_cached=(sequence.num_cached or 0) if is_first else 0,
         )
 
     @property
@@ -86,7 +87,7 @@ class Sample:
         embedding = self.pooled.embedding(len(self.sequence.request.ids))
         if not np.isfinite(embedding).all():
             return AxcoreError("the hidden states are not finite. Check the weights")
-        return Piece((), finish_reason="length", embedding=embedding)
+        return Piece((), finish_reason="length", embedding=embedding, num_cached=self.sequence.num_cached or 0)
 
     @property
     def failure(self) -> AxcoreError:
