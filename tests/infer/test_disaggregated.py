@@ -92,7 +92,10 @@ def test_the_tokens_are_those_of_a_single_engine(decoding, prefill, expected):
     """More requests than the decoding engine has rows, so that some wait and some are preempted, twice: the second time
     with cached prefixes on both sides."""
     for _ in range(2):
-        assert [piece.ids for piece in decoding.generate(requests(LENGTHS))] == expected
+        found = decoding.generate(requests(LENGTHS))
+        assert [piece.ids for piece in found] == expected
+    assert [piece.num_cached for piece in found] == [(length - 1) // 4 * 4 for length in LENGTHS]
+    assert decoding.stats.cached_tokens == 0  # the other engine found them
     assert decoding.stats.preempted and decoding.stats.bytes_to_device and is_clean(decoding, prefill)
 
 
@@ -242,9 +245,11 @@ def test_every_dtype_survives(dtype):
     block = np.arange(24, dtype=np.float32).reshape(2, 3, 4).astype(jax.numpy.dtype(dtype))
     state = RowState(5, 4, ({"a.keys": block},), {"b.end": block[:1, :0]})
     file = io.BytesIO()
-    write_handover(Handover("model", "weights", (1, 2), state), file)
+    write_handover(Handover("model", "weights", (1, 2), state, num_cached=3), file)
     file.seek(0)
-    found = read_handover(file).state
+    handover = read_handover(file)
+    assert handover.num_cached == 3
+    found = handover.state
     np.testing.assert_array_equal(found.pages[0]["a.keys"], block)
     assert found.slot["b.end"].shape == (1, 0, 4) and found.slot["b.end"].dtype == block.dtype
 
@@ -265,7 +270,7 @@ def test_bytes_that_are_not_a_handover_raise(handover):
         (data[:40], "it ends in its header"),
         (data[:-5], r"it ends in decoder.*values.*bytes. Send it again"),
         (bytes(changed), r"the bytes of decoder.*values.* were changed"),
-        (bytes(version), "it has version 99, but this is 2"),
+        (bytes(version), "it has version 99, but this is 3"),
         (header, "its header is not valid: 'page_size'"),
     ):
         with pytest.raises(AxcoreError, match=message):

@@ -170,6 +170,15 @@ def test_sequences_of_one_request_share_the_pages_of_its_prompt():
     assert [sequence.num_cached for sequence in simulation.sequences.values()] == [0, 40, 40, 40, 40]
 
 
+def test_a_prompt_that_is_computed_again_was_not_cached():
+    waiting = request(15, 1, priority=1)
+    arrivals = Arrival(0, waiting), Arrival(2, request(4, 8, priority=0, ignore_eos=True))
+    simulation = Simulation(Scenario(SchedulerLimits(1, 40, 4), arrivals, num_pages=20)).run()
+    assert simulation.scheduler.num_preempted == 1  # it had published two pages, and finds them again
+    assert [row.start for rows in simulation.trace for row in rows if row.id == 0] == [0, 4, 8, 12]
+    assert simulation.sequences[0].num_cached == 0
+
+
 def test_prefixes_are_shared_up_to_the_page_before_the_last_token():
     for length, cached in ((8, 4), (9, 8), (10, 8)):
         pair = [Arrival(0, request(length, 3)), Arrival(9, request(length, 3))]

@@ -147,6 +147,28 @@ def test_nothing_compiles_after_the_warm_up():
     assert stats["tokens"] >= 4 * 8 and sum(stats["pages"].values()) == 80
 
 
+def test_usage_has_the_prompt_tokens_that_were_cached(engine):
+    texts = ["a prompt that no other test has asked about", "nor this one: it is shorter"]
+    cached = [len(text) // 8 * 8 for text in texts]  # BOS, the text, and the last token is always computed
+    body = {"model": "tiny", "prompt": texts, "n": 2, "max_tokens": 3}
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": texts[1]}], "max_tokens": 3}
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    with serving(engine, scores_prompts=True, pooling="last") as running, running.client() as client:
+        found = [client.completions.create(**body).usage for _ in range(2)]
+        *_, last = client.completions.create(**body, **usage)
+        # Samples of a request share its prompt, which counts once.
+        assert [each.prompt_tokens_details.cached_tokens for each in (*found, last.usage)] == [0, *2 * [sum(cached)]]
+        assert found[1] == last.usage and found[0].prompt_tokens == sum(map(len, texts)) + 2
+        first, again = (client.chat.completions.create(**chat).usage for _ in range(2))
+        *_, last = client.chat.completions.create(**chat, **usage)
+        assert first.prompt_tokens_details.cached_tokens == 0 and again == last.usage
+        assert again.prompt_tokens_details.cached_tokens == (again.prompt_tokens - 1) // 8 * 8
+        scored = client.completions.create(model="tiny", prompt=texts[0], echo=True, logprobs=1, max_tokens=0).usage
+        assert scored.prompt_tokens_details.cached_tokens == 0  # the scores of all tokens are computed
+        found = client.embeddings.create(model="tiny", input=texts).usage
+        assert found.prompt_tokens_details == {"cached_tokens": sum(cached)}  # not a field of the client's class
+
+
 def test_embeddings_are_those_of_the_engine(engine):
     texts = ["hello", "a longer text than a step has tokens " * 3]
     with serving(engine, pooling="mean") as running, running.client() as client:

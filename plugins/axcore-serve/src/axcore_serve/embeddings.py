@@ -48,7 +48,7 @@ class EmbeddingAnswer(Answer):
         super().__init__([Wanted(request, 0) for request in requests], is_stream=False)
         self._model, self._is_base64 = body.model, body.encoding_format == "base64"
         self._dimensions = body.dimensions
-        self._num_tokens = sum(map(len, prompts))
+        self._num_tokens, self._num_cached = sum(map(len, prompts)), 0
         self._found: dict[int, Float[np.ndarray, " embed"]] = {}
 
     def add(self, index: int, piece: Piece) -> Iterator[Json]:
@@ -57,6 +57,7 @@ class EmbeddingAnswer(Answer):
         Raises:
             ApiError: the request asks for another number of dimensions.
         """
+        self._num_cached += piece.num_cached
         if piece.embedding is not None:
             self._found[index] = normalized(piece.embedding)
             if self._dimensions not in (None, piece.embedding.size):
@@ -73,7 +74,11 @@ class EmbeddingAnswer(Answer):
             {"object": "embedding", "index": index, "embedding": self._encoded(self._found[index])}
             for index in range(len(self.wanted))
         ]
-        usage = {"prompt_tokens": self._num_tokens, "total_tokens": self._num_tokens}
+        usage = {
+            "prompt_tokens": self._num_tokens,
+            "total_tokens": self._num_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached},
+        }
         return {"object": "list", "data": data, "model": self._model, "usage": usage}
 
     def _encoded(self, embedding: Float[np.ndarray, " embed"]) -> str | list[float]:

@@ -23,6 +23,7 @@ class Handover:
         state: the decoding state of the prompt, on a device or on the host.
         logprob: the log-probability of the first token, if the request asks for it.
         prompt_logprobs: those of the prompt, if the request asks for them.
+        num_cached: the number of tokens of the prompt that its engine found in the cache.
     """
 
     model: str
@@ -31,6 +32,7 @@ class Handover:
     state: RowState
     logprob: TokenLogprob | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    num_cached: int = 0
 
     def check(self, request: Request, model: str, vocab_size: int) -> None:
         """Checks that the handover belongs to a request and a model.

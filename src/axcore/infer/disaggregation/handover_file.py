@@ -16,7 +16,7 @@ from axcore.infer.disaggregation.handover import Handover
 from axcore.infer.execution.row_state import RowState
 from axcore.infer.requests import TokenLogprob
 
-VERSION = 2
+VERSION = 3
 """The version of the format of `write_handover`. Engines exchange handovers of the same version only."""
 
 _MAGIC = b"axcore-handover\n"
@@ -34,6 +34,7 @@ def write_handover(handover: Handover, file: BinaryIO) -> None:
         "model": handover.model,
         "adapter": handover.adapter,
         "ids": handover.ids,
+        "num_cached": handover.num_cached,
         "num_tokens": state.num_tokens,
         "page_size": state.page_size,
         "logprob": _packed(handover.logprob),
@@ -94,6 +95,7 @@ def read_handover(file: BinaryIO) -> Handover:
             ),
             _unpacked(header["logprob"]),
             None if scores is None else tuple(each for score in scores if (each := _unpacked(score)) is not None),
+            int(header["num_cached"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise AxcoreError(f"handover: its header is not valid: {error}. Send it again") from error

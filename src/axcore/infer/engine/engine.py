@@ -292,8 +292,8 @@ class Engine(config.Configurable, BaseEngine):
 
         def exported(piece: Piece, state: RowState, adapter: str | None) -> None:
             logprob = piece.logprobs[0] if piece.logprobs else None
-            ids = request.ids + piece.ids
-            deliver(Handover(self._identity.text, adapter, ids, state, logprob, piece.prompt_logprobs))
+            ids, scores = request.ids + piece.ids, piece.prompt_logprobs
+            deliver(Handover(self._identity.text, adapter, ids, state, logprob, scores, piece.num_cached))
 
         return self._queue(request, deliver, sample=sample, export=exported)
 

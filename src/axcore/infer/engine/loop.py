@@ -198,7 +198,7 @@ class EngineLoop:
             return
         sequence, scores = sample.sequence, handover.prompt_logprobs or ()
         sequence.max_len = self._scheduler.max_len_of(sequence.request)
-        sequence.num_computed, sequence.num_cached = len(sequence.tokens), 0
+        sequence.num_computed, sequence.num_cached = len(sequence.tokens), handover.num_cached
         sequence.extend(handover.ids[-1:])
         if sequence.finish_reason is None:
             # A sample that has to wait does not take memory of a device.
@@ -248,6 +248,8 @@ class EngineLoop:
         tokens = {number: tuple(each.token for each in sampled) for number, sampled in found.items()}
         for sequence, count in self._scheduler.record(flight.plan, tokens).items():
             sample = self._samples[sequence.id]
+            if sequence.num_output == count:  # its prompt was computed here
+                self.counters.cached_tokens += sequence.num_cached or 0
             if sample.pooled is not None:
                 self._deliver_embedding(sample)
             else:
@@ -256,16 +258,12 @@ class EngineLoop:
     def _deliver_embedding(self, sample: Sample) -> None:
         """Delivers the embedding of a prompt that is computed, and forgets its sample."""
         del self._samples[sample.sequence.id]
-        found = sample.embedding()
-        if isinstance(found, Piece):
-            self.counters.cached_tokens += found.num_cached
-        self._send(sample, found)
+        self._send(sample, sample.embedding())
 
     def _deliver(self, sample: Sample, new: list[SampledToken]) -> None:
         """Delivers new tokens, and forgets a sample that ends."""
         sequence, piece = sample.sequence, sample.piece(new)
         self.counters.tokens += len(piece.ids)
-        self.counters.cached_tokens += piece.num_cached
         if piece.finish_reason is not None:
             self._scheduler.cancel(sequence.id, piece.finish_reason)  # if a stop string or the grammar ended it
             del self._samples[sequence.id]
