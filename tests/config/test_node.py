@@ -8,7 +8,18 @@ from typing import Any, Literal
 
 import pytest
 
-from axcore.config import REQUIRED, AxcoreError, Config, ConfigError, Configurable, FrozenDict, has_field, type_name
+from axcore.config import (
+    REQUIRED,
+    AxcoreError,
+    Config,
+    ConfigError,
+    Configurable,
+    FrozenDict,
+    has_field,
+    known_types,
+    shown_type,
+    type_name,
+)
 
 
 class Norm(Config):
@@ -360,3 +371,25 @@ def test_an_annotation_for_type_checkers_only_accepts_every_value():
     assert Lazy(thing=3).thing == 3
     with pytest.raises(ConfigError):
         Lazy(size="x")
+
+
+def test_messages_name_the_package_that_exports_a_class():
+    import axcore.infer
+    import axcore.nn
+    import axcore.train
+
+    infer = axcore.infer
+    with pytest.raises(ConfigError, match=r"^axcore\.infer\.Engine\.max_len must be at least 1, not 0"):
+        infer.Engine.Config(max_len=0)
+    with pytest.raises(ConfigError, match=r"^axcore\.infer\.Engine has no field 'rows'"):
+        infer.Engine.Config(rows=1)
+    with pytest.raises(ConfigError, match=r"max_len is REQUIRED \(axcore\.infer\.Engine\)"):
+        infer.Engine.Config().build(None)
+    for package in (infer, axcore.nn, axcore.train):
+        exported = {getattr(package, name) for name in package.__all__}
+        for cls in known_types().values():
+            if cls.target in exported and cls.__qualname__ == f"{cls.target.__qualname__}.Config":
+                shown = shown_type(cls)
+                assert shown.count(".") <= package.__name__.count(".") + 1, shown
+    assert type_name(infer.Engine.Config) == "axcore.infer.engine.engine.Engine"  # what JSON refers to
+    assert shown_type(Engine.Config) == type_name(Engine.Config)  # no package exports it

@@ -9,7 +9,7 @@ from axcore.config.frozen import FrozenDict
 from axcore.config.history import acting
 from axcore.config.memory import OutOfMemory, allocating
 from axcore.config.modifier import Modifier, pipe
-from axcore.config.node import REQUIRED, Config, Configurable, has_field, known_types, type_name
+from axcore.config.node import REQUIRED, Config, Configurable, has_field, known_types, shown_type, type_name
 from axcore.config.override import override
 from axcore.config.ranges import (
     AnyInt,
@@ -70,6 +70,7 @@ __all__ = [
     "register",
     "register_codec",
     "select",
+    "shown_type",
     "tagged",
     "text",
     "to_json",

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import functools
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self, dataclass_transform
 
@@ -91,7 +92,7 @@ class Config(Node):
             )
             if hidden and "ClassVar" not in str(hint):
                 raise ConfigError(
-                    f"{type_name(cls)} cannot have a field {name!r}, because configs use that name themselves. "
+                    f"{shown_type(cls)} cannot have a field {name!r}, because configs use that name themselves. "
                     f"Rename the field"
                 )
         for name in own:
@@ -99,7 +100,8 @@ class Config(Node):
                 setattr(cls, name, REQUIRED)  # a field without a default must be set
         for name in set(cls.__dict__) & set(getattr(cls, "__dataclass_fields__", ())) - set(own):
             raise ConfigError(
-                f"{type_name(cls)}.{name} overrides a field without an annotation; repeat it, as in `{name}: int = ...`"
+                f"{shown_type(cls)}.{name} overrides a field without an annotation. Repeat it, as in "
+                f"`{name}: int = ...`"
             )
         dataclasses.dataclass(frozen=True, kw_only=True, repr=False, eq=False)(cls)
         init = cls.__init__
@@ -107,7 +109,7 @@ class Config(Node):
         @functools.wraps(init)
         def checked_init(self: Config, *args: object, **values: object) -> None:
             if args:
-                raise ConfigError(f"{type_name(type(self))} takes its fields by name, not by position")
+                raise ConfigError(f"{shown_type(type(self))} takes its fields by name, not by position")
             for name in values:
                 _check_known(type(self), name)
             given = {name: _store(type(self), name, value) for name, value in values.items()}
@@ -130,7 +132,7 @@ class Config(Node):
             if name.startswith("__"):
                 raise AttributeError(name)
             known = [field.name for field in dataclasses.fields(self)]
-            raise AttributeError(f"{type_name(type(self))} has no field {name!r}.{did_you_mean(name, known)}")
+            raise AttributeError(f"{shown_type(type(self))} has no field {name!r}.{did_you_mean(name, known)}")
 
     def set(self, **values: object) -> Self:
         """A copy with these fields replaced."""
@@ -172,7 +174,7 @@ class Config(Node):
             held = getattr(self, name)
             if held is not REQUIRED and held is not None and not same(held, _store(type(self), name, value)):
                 raise ConfigError(
-                    f"{name}={shown(held)} is set on {type_name(type(self))}, but its parent passes "
+                    f"{name}={shown(held)} is set on {shown_type(type(self))}, but its parent passes "
                     f"{name}={shown(value)}; leave it unset in the child"
                 )
         return self._with(values)
@@ -184,10 +186,10 @@ class Config(Node):
             ConfigError: A field is still REQUIRED, or the node is a plain value.
         """
         if self.target is None:
-            raise ConfigError(f"{type_name(type(self))} is a plain value and cannot be built")
+            raise ConfigError(f"{shown_type(type(self))} is a plain value and cannot be built")
         missing = [name for name, value in fields(self) if value is REQUIRED]
         if missing:
-            raise MissingError(missing, type_name(type(self)))
+            raise MissingError(missing, shown_type(type(self)))
         return self.target(self, *args, **kwargs)
 
     def text(self) -> str:
@@ -303,11 +305,23 @@ def type_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__.removesuffix('.Config')}"
 
 
+def shown_type(cls: type) -> str:
+    """`type_name` for messages, with the shortest package that exports the class, as in `axcore.infer.Engine`."""
+    name, modules = cls.__qualname__.removesuffix(".Config"), cls.__module__.split(".")
+    for count in range(1, len(modules)):
+        package = sys.modules.get(".".join(modules[:count]))
+        if name in getattr(package, "__all__", ()):
+            found = getattr(package, name, None)  # None while the package is imported
+            if cls in (found, getattr(found, "Config", None)):
+                return f"{'.'.join(modules[:count])}.{name}"
+    return type_name(cls)
+
+
 def _check_known(cls: type[Config], name: str) -> None:
     if name not in cls.__dataclass_fields__:
         known = field_names(cls)
         raise ConfigError(
-            f"{type_name(cls)} has no field {name!r}.{did_you_mean(name, known)} It has: {', '.join(known) or 'none'}"
+            f"{shown_type(cls)} has no field {name!r}.{did_you_mean(name, known)} It has: {', '.join(known) or 'none'}"
         )
 
 
@@ -316,7 +330,7 @@ def _store(cls: type[Config], name: str, value: object) -> object:
     value = frozen(value)
     hint = hints(cls).get(name, Any)
     if value is not REQUIRED and not conforms(value, hint):
-        raise ConfigError(f"{type_name(cls)}.{name} must be {required(value, hint)}, not {shown(value)}")
+        raise ConfigError(f"{shown_type(cls)}.{name} must be {required(value, hint)}, not {shown(value)}")
     return widened(value, hint)
 
 
@@ -329,6 +343,6 @@ def _measure(node: Config) -> None:
     depth = node.__dict__["_depth"] = 1 + max((depth_of(value) for _, value in fields(node)), default=0)
     if depth > MAX_DEPTH:
         raise ConfigError(
-            f"{type_name(type(node))} is {depth} levels deep, and a config has at most {MAX_DEPTH}. Hold the nodes in "
+            f"{shown_type(type(node))} is {depth} levels deep, and a config has at most {MAX_DEPTH}. Hold the nodes in "
             f"a tuple instead of each other"
         )

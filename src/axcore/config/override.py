@@ -10,7 +10,7 @@ from typing import Any
 from axcore.config.codec import named_function
 from axcore.config.errors import ConfigError
 from axcore.config.history import acting
-from axcore.config.node import Config, field_names, has_field, type_name
+from axcore.config.node import Config, field_names, has_field, shown_type
 from axcore.config.tree import get, no_such_path, parts, put
 from axcore.config.types import arms_of, conforms, describe, hints, parse, required, takes_function
 
@@ -63,7 +63,7 @@ def _assign[C: Config](cfg: C, path: str, value: str) -> C:
     kind = type(held) if isinstance(held, Config) else _value_kind(hint)
     if kind is not None and value.lower() != "none":
         raise ConfigError(
-            f"{path} is a node ({type_name(kind)}). Set one of its fields, as in {path}.FIELD=VALUE: "
+            f"{path} is a node ({shown_type(kind)}). Set one of its fields, as in {path}.FIELD=VALUE: "
             f"{', '.join(field_names(kind))}"
         )
     try:

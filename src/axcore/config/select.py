@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from axcore.config.codec import same, shown
 from axcore.config.errors import ConfigError, did_you_mean
 from axcore.config.history import event, raised_at
-from axcore.config.node import REQUIRED, Config, default, fields, has_field, type_name
+from axcore.config.node import REQUIRED, Config, default, fields, has_field, shown_type, type_name
 from axcore.config.tree import REMOVED, matches, transform, walk
 
 Where = str | type | Callable[[str, Config], bool]
@@ -116,7 +116,7 @@ def edited(path: str, node: Config, edit: Callable[[str, Config], object]) -> ob
     if new is not REMOVED and not isinstance(new, Config):
         raise ConfigError(f"at {path or 'the root'}: the edit returned {shown(new)}, not a config")
     if isinstance(new, Config) and type(new) is not type(node):
-        new = new._with({}, event(f"in place of {type_name(type(node))}"))
+        new = new._with({}, event(f"in place of {shown_type(type(node))}"))
     return new
 
 
@@ -133,7 +133,7 @@ def builds(node: Config, cls: type) -> bool:
 def _swapped(old: Config, new: Config, keep: Collection[str], drop: Collection[str]) -> Config:
     for name in (*keep, *drop):
         if not has_field(old, name):
-            raise ConfigError(f"{type_name(type(old))} has no field {name!r}.{did_you_mean(name, old.__dict__)}")
+            raise ConfigError(f"{shown_type(type(old))} has no field {name!r}.{did_you_mean(name, old.__dict__)}")
     kept = {name: getattr(old, name) for name in keep}
     lost = []
     for name, value in fields(old):
@@ -143,7 +143,7 @@ def _swapped(old: Config, new: Config, keep: Collection[str], drop: Collection[s
             lost.append(f"{name}={shown(value)}")
     if lost:
         raise ConfigError(
-            f"swapping {type_name(type(old))} for {type_name(type(new))} would lose {', '.join(lost)}; "
+            f"swapping {shown_type(type(old))} for {shown_type(type(new))} would lose {', '.join(lost)}; "
             f"pass each in keep= or drop="
         )
     return new.set(**kept)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import jax
 
-from axcore.config import REQUIRED, Config, ConfigError, Where, has_field, select, type_name, walk
+from axcore.config import REQUIRED, Config, ConfigError, Where, has_field, select, shown_type, walk
 from axcore.config.select import edited
 from axcore.config.tree import NESTING, REMOVED, join, parts, rebuild
 from axcore.module import DTypes, Layer, Tree
@@ -213,7 +213,7 @@ def _flat_arrays(stack: Stack.Config, tree: Tree) -> Iterator[Tree]:
     places = stack.places()
     if own := tree.keys() - {place.path.partition(".")[0] for place in places}:
         raise ConfigError(
-            f"{type_name(type(stack))} has the arrays {', '.join(sorted(map(str, own)))} outside its layers, so "
+            f"{shown_type(type(stack))} has the arrays {', '.join(sorted(map(str, own)))} outside its layers, so "
             f"it does more than apply its layers in order; set is_sequential to False"
         )
     for place in places:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, cast
 
 import jax.numpy as jnp
 
-from axcore.config import REQUIRED, ConfigError, Fraction, PositiveFloat, PositiveInt, type_name, walk
+from axcore.config import REQUIRED, ConfigError, Fraction, PositiveFloat, PositiveInt, shown_type, walk
 from axcore.module import Layer, Rngs, remat, scan, stack, traced_once
 from axcore.nn.attention.base import Hidden
 from axcore.nn.attention.grouped_query import Attention
@@ -221,7 +221,7 @@ class Repeat(Stack):
                 return self.set(num_layers=len(layers), layers=layers[0])
             if type(self) is not Repeat.Config:
                 raise ConfigError(
-                    f"the layers of a {type_name(type(self))} are unequal, and it inherits restack from Repeat, which "
+                    f"the layers of a {shown_type(type(self))} are unequal, and it inherits restack from Repeat, which "
                     f"would replace it with another class. Override restack in its Config"
                 )
             made = stacked(layers, remat=self.remat, unroll=self.unroll)

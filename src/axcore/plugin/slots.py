@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 
-from axcore.config import Config, ConfigError, Configurable, Where, get, has_field, select, type_name, walk
+from axcore.config import Config, ConfigError, Configurable, Where, get, has_field, select, shown_type, walk
 from axcore.config.tree import NESTING, join, parts
 from axcore.config.types import conforms, hints
 from axcore.plugin.attribution import attributed
@@ -50,8 +50,8 @@ def filler(plugin: Plugin, offer: Offer) -> Callable[..., Config]:
         if not chosen:
             among = "of the config" if where is None else f"that where={where!r} selects"
             raise ConfigError(
-                f"no node {among} has a slot {slot!r} for {type_name(node_type)}. Use it with a config that has such a "
-                f"slot" + ("" if where is None else ", or select other nodes")
+                f"no node {among} has a slot {slot!r} for {shown_type(node_type)}. Use it with a config that has such "
+                f"a slot" + ("" if where is None else ", or select other nodes")
             )
         found = select(cfg, lambda path, _: path in chosen)
         if not offer.keyed:
@@ -75,7 +75,7 @@ def _add(path: str, node: Config, slot: str, key: str, new: Config) -> Config:
         owner = f" of {plugin.id} ({plugin})" if (plugin := supplier(old)) else ""
         where = join(path, key)
         raise ConfigError(
-            f"{where} already holds {type_name(type(old))}{owner}, not {type_name(type(new))}. Remove it first: "
+            f"{where} already holds {shown_type(type(old))}{owner}, not {shown_type(type(new))}. Remove it first: "
             f"axcore.select(cfg, {where!r}).remove()"
         )
     return node.set(**{slot: {**entries, key: new}})

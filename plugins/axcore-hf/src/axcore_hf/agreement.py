@@ -9,7 +9,7 @@ from typing import Any
 
 from axcore.config import REQUIRED, AxcoreError, Config, walk
 from axcore.config.codec import render
-from axcore.config.node import fields, type_name
+from axcore.config.node import fields, shown_type, type_name
 from axcore.module import Layer, abstract
 from axcore.nn import (
     And,
@@ -104,7 +104,7 @@ def differences(published: Any, model: Any) -> list[str]:
     for path, node in walk(model.decoder):
         if isinstance(node, Stack.Config) and not node.is_sequential:
             where = _dotted("model.decoder", path)
-            lines.append(f"{where}: {type_name(type(node))} may do more than run its layers in order")
+            lines.append(f"{where}: {shown_type(type(node))} may do more than run its layers in order")
     theirs, ours = layers_of(published.decoder), layers_of(model.decoder)
     if len(theirs) != len(ours):
         return [*lines, _line("model.decoder", f"{len(theirs)} layers", f"{len(ours)} layers")]

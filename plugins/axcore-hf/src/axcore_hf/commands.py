@@ -117,7 +117,7 @@ def _language_model(model: Any, folder: str) -> Any:
     Raises:
         AxcoreError: it is not a CausalLM, or it has adapters.
     """
-    from axcore.config import type_name, walk
+    from axcore.config import shown_type, walk
     from axcore.nn import CausalLM, without_numerics
 
     if not isinstance(model, CausalLM.Config):
@@ -127,7 +127,7 @@ def _language_model(model: Any, folder: str) -> Any:
     for path, node in walk(model):
         if (adapter := getattr(node, "adapter", None)) is not None:
             raise AxcoreError(
-                f"{folder}: model.{path}.adapter is {type_name(type(adapter))}, but no published family has adapters. "
+                f"{folder}: model.{path}.adapter is {shown_type(type(adapter))}, but no published family has adapters. "
                 f"Merge them into the weights first (axcore merge {folder} MERGED), then export MERGED."
             )
     model = model.set(future=())
