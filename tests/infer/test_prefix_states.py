@@ -1,7 +1,5 @@
 """Prompts of models with state in slots start from saved states of earlier prompts, and sample the same tokens."""
 
-import re
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,7 @@ from axcore.config import ConfigError
 from axcore.infer import Request, SamplingOptions
 from axcore.infer.speculation.ngram import NGram
 
-from .offload_models import CASES, PAGED, prompts
+from .offload_models import CASES, prompts
 
 STATES = 3
 OPTIONS = SamplingOptions(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
@@ -90,7 +88,6 @@ def test_nothing_compiles_after_the_warm_up():
     ("name", "fields", "message"),
     [
         ("mamba2", {}, r"engine.prefix_states=3 requires a cache with pages in some layer"),
-        ("mamba2", {"cache": PAGED}, r"engine.prefix_states=3: no layer of the model takes the pages of engine.cache"),
         ("paged", {}, r"engine.prefix_states=3 has no use, since all decoding state of the model is in pages"),
         ("mamba2-paged", {"prefix_caching": False}, r"engine.prefix_states=3 has no use with .*prefix_caching=False"),
         ("mamba2-paged", {"prefix_states": 15}, r"engine.prefix_states=15 exceeds the 14 pages of the cache"),
@@ -104,20 +101,18 @@ def test_settings_without_use_raise(name, fields, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "warning"),
+    ("name", "fields", "warns"),
     [
-        ("mamba2-paged", {}, r"the state of .*layers.* is not in pages. Set engine.prefix_states"),
-        ("mamba2-paged", {"prefix_states": STATES}, None),
-        ("mamba2-paged", {"prefix_caching": False}, None),
-        ("mamba2", {}, None),
-        ("mamba2", {"cache": PAGED}, r"no layer of the model takes the pages of engine.cache: layers keep other"),
-        ("mamba2", {"cache": PAGED, "prefix_caching": False}, None),
-        ("paged", {}, None),
+        ("mamba2-paged", {}, True),
+        ("mamba2-paged", {"prefix_states": STATES}, False),
+        ("mamba2-paged", {"prefix_caching": False}, False),
+        ("mamba2", {}, False),
+        ("paged", {}, False),
     ],
 )
-def test_an_engine_says_that_prompts_share_nothing(name, fields, warning, caplog):
+def test_an_engine_says_that_prompts_share_nothing(name, fields, warns, caplog):
     case = CASES[name]
     case.engine(case.model(), **fields).close()
     messages = [each.getMessage() for each in caplog.records if each.name.startswith("axcore")]
-    assert len(messages) == (warning is not None), messages
-    assert warning is None or re.search(warning, messages[0]), messages
+    assert bool(messages) == warns
+    assert not warns or ("layers" in messages[0] and "Set engine.prefix_states" in messages[0]), messages

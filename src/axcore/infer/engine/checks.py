@@ -18,7 +18,7 @@ _logger = logging.getLogger(__name__)
 
 
 def check_config(cfg: Engine.Config, decoder: Decoder, *, has_draft_model: bool) -> None:
-    """Checks the config of an engine against its model. Warns if prompts share no prefixes, but the cache has pages.
+    """Checks the config of an engine against its model. Warns if prompts share no prefixes although they could.
 
     Args:
         cfg: the config.
@@ -59,28 +59,12 @@ def check_config(cfg: Engine.Config, decoder: Decoder, *, has_draft_model: bool)
             "(`axcore serve --prefix-states`) to the number of states to save, or engine.prefix_caching=False",
             decoder.unpaged[0],
         )
-    if _has_unused_pages(cfg, decoder) and cfg.prefix_caching is None:
-        _logger.warning(
-            "prompts share no prefixes, since no layer of the model takes the pages of engine.cache: layers keep other "
-            "state, or have caches of their own. Set engine.prefix_caching=False to accept this"
-        )
-
-
-def _has_unused_pages(cfg: Engine.Config, decoder: Decoder) -> bool:
-    """Whether `cfg.cache` has pages but no layer takes it, because all are recurrent or have caches of their own."""
-    cache = cfg.cache.fill(batch_size=cfg.max_rows, max_len=cfg.max_len)
-    return decoder.paging is None and cache.paging is not None
 
 
 def _check_prefix_states(cfg: Engine.Config, decoder: Decoder, limit: int) -> None:
     where = f"engine.prefix_states={cfg.prefix_states}"
     if cfg.prefix_caching is False:
         raise ConfigError(f"{where} has no use with engine.prefix_caching=False. Leave one of them out")
-    if _has_unused_pages(cfg, decoder):
-        raise ConfigError(
-            f"{where}: no layer of the model takes the pages of engine.cache, and prefixes are shared page by page. "
-            f"Set prefix_states=0"
-        )
     if decoder.paging is None:
         raise ConfigError(
             f"{where} requires a cache with pages in some layer, such as that of axcore-paged-kv, since prefixes are "
