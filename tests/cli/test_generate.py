@@ -155,9 +155,9 @@ def test_case_dtype_is_applied_and_checked(axcore, trained):
         (["RUN", "--cache", "contiguous:size=8"], "ContiguousCache has no field 'size'"),
         (
             ["RUN", "--cache", "contiguous:value_dim=3"],
-            "attention.cache: value_dim=3 is set on axcore.nn.kv.",
+            "attention.cache: value_dim=3 is set on axcore.nn.ContiguousCache",
         ),
-        (["RUN", "--cache", "contiguous:max_len=9"], "max_len=9 is set on axcore.nn.kv.contiguous.ContiguousCache"),
+        (["RUN", "--cache", "contiguous:max_len=9"], "max_len=9 is set on axcore.nn.ContiguousCache"),
         (["RUN", "--tokens", "0"], "--tokens must be from 1 to 2**31 - 1, not 0"),
         (["RUN", "--tokens", "1000000000000"], "--tokens must be from 1 to 2**31 - 1"),
         (["RUN", "--tokens", "2000000000"], "a cache of 2000000002 tokens: an array or a program requires"),
