@@ -78,7 +78,11 @@ def engine(cache, **fields):
         ("contiguous", {"speculation": NGram.Config(num_speculative_tokens=2)}),
         ("paged", {"burst_tokens": 60, "speculation": NGram.Config(num_speculative_tokens=50)}),
         ("paged", {"speculation": MTP.Config()}),
-        ("contiguous", {"speculation": MTP.Config(num_speculative_tokens=3, cache=CACHES["contiguous int8"])}),
+        pytest.param(
+            "contiguous",
+            {"speculation": MTP.Config(num_speculative_tokens=3, cache=CACHES["contiguous int8"])},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_requests_are_those_of_a_warm_engine(cache, fields):
