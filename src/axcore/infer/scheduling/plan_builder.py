@@ -33,9 +33,9 @@ class PlanBuilder:
         next boundary where its state is saved. Adds nothing if the first chunk does not fit, see
         `SchedulerLimits.first_chunk`, or if the sequence is left out."""
         count = sequence.length - sequence.num_computed
-        if sequence.is_decoding:
-            count *= not self.prompts_only
-        else:
+        if sequence.is_decoding and self.prompts_only:
+            return
+        if not sequence.is_decoding:
             boundary = min(sequence.boundaries, default=sequence.length)
             count, multiple = min(boundary - sequence.num_computed, self.num_left), self._limits.chunk_multiple
             if sequence.num_computed == 0 and count < self._limits.first_chunk(sequence.length):

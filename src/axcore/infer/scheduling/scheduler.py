@@ -271,7 +271,7 @@ class Scheduler:
 
     @property
     def _ready(self) -> list[Sequence]:
-        """The running sequences whose next tokens are known or will be, by rank."""
+        """The running sequences that a step may compute, by rank; not those that wait for the results of the last."""
         ready = [each for each in self._rows if not each.is_verified and not self._is_stale(each)]
         return sorted(ready, key=Sequence.rank)
 
